@@ -1,0 +1,285 @@
+"""GraphRunner: record each decode step once as a CUDA Graph, then replay it for ever.
+
+A decode step is hundreds of small kernels. Launched one by one, the CPU needs longer to launch them than the GPU to run
+them. A CUDA Graph is a recording of all of them, which one call replays. What it costs is that everything is frozen:
+addresses, shapes, and every Python number. So
+
+- what changes lives in tensors that are written in place (`state.py`), and a step is a function of those (`step.py`);
+- what cannot be a tensor is bucketed: there is one recording for each of a few batch sizes, KV lengths and sampling
+  modes, and a step runs in the smallest that fits, its spare rows being padding;
+- what fits no bucket runs eagerly, the same function, and is counted.
+
+All recordings share one memory pool, because only one runs at a time, and the largest is recorded first, so that the
+smaller ones find its memory and add none.
+"""
+
+import gc
+import time
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from .cache import KVCache
+from .errors import GraphError
+from .sampling import Mode
+from .state import DecodeState
+
+Step = Callable[[DecodeState, int, Mode], None]  # (state of n rows, kv_len, mode): one decode step
+Key = tuple[int, int, Mode]  # rows, kv_len, mode
+
+
+def batch_buckets(max_batch_size: int) -> list[int]:
+    """1, 2, 4, 8, then by 8, and always the maximum itself."""
+    sizes = {1, 2, 4, *range(8, max_batch_size, 8), max_batch_size}
+    return sorted(size for size in sizes if size <= max_batch_size)
+
+
+def kv_buckets(max_seq_len: int) -> list[int]:
+    """256, 512, 1024, ... and always the maximum itself: plain attention reads a bucket, not the whole cache."""
+    lengths = [256]
+    while lengths[-1] < max_seq_len:
+        lengths.append(2 * lengths[-1])
+    return [*lengths[:-1], max_seq_len]
+
+
+class Recording(Protocol):
+    """A captured step."""
+
+    def replay(self) -> None: ...
+
+
+class Backend(Protocol):
+    """What a runner needs of a device: tests give it one that needs no GPU."""
+
+    def warm_up(self, step: Callable[[], None]) -> None: ...
+
+    def capture(self, step: Callable[[], None]) -> Recording: ...
+
+    def free_bytes(self) -> int: ...
+
+    def reserved_bytes(self) -> int: ...
+
+    def on_stream(self) -> AbstractContextManager[object]: ...
+
+
+class CudaBackend:
+    """Captures on one stream into one pool.
+
+    The warm-up runs on the same stream: cuBLAS makes its handle and workspace for a stream, and Triton loads its
+    modules, at the first use, which must not fall into a capture. Capture mode is `thread_local`, so other threads of
+    the app may use CUDA meanwhile.
+    """
+
+    def __init__(self, device: torch.device, share_pool: bool = True) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle() if share_pool else None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        with self.on_stream():
+            step()
+            self.stream.synchronize()
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with self.on_stream(), ExitStack() as on_error:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            on_error.callback(_abandon, graph)
+            step()
+            on_error.pop_all()
+            graph.capture_end()
+        return graph
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """Leave the capturing state after an error in the step, whose own error is the one to report."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        return  # the capture was already invalid: ending it says so once more
+
+
+@dataclass
+class GraphReport:
+    """What the runner did. Bytes are those of the pool, seconds those of warm-up and capture."""
+
+    enabled: bool
+    batch_sizes: list[int] = field(default_factory=list)
+    kv_lengths: list[int] = field(default_factory=list)
+    graphs: int = 0
+    capture_seconds: float = 0.0
+    pool_bytes: int = 0
+    replays: int = 0
+    padded_rows: int = 0
+    eager_steps: int = 0
+    eager_reasons: Counter[str] = field(default_factory=Counter)
+
+
+class GraphRunner:
+    """Runs decode steps: replays where a recording fits, eagerly where none does.
+
+    Args:
+        step: the function to record. state, cache: what it works on; they are put back after a capture.
+        backend: None runs everything eagerly, for the reason `eager_reason`.
+        by_kv_length: whether the step's cost follows its kv_len argument, so that recordings of several are worth it.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        state: DecodeState,
+        cache: KVCache,
+        backend: Backend | None,
+        eager_reason: str = "graphs are off",
+        by_kv_length: bool = True,
+    ) -> None:
+        self._step, self._state, self._cache, self._backend = step, state, cache, backend
+        self._eager_reason = eager_reason
+        self._batch_sizes = batch_buckets(cache.max_batch_size)
+        self._kv_lengths = kv_buckets(cache.max_seq_len) if by_kv_length else [cache.max_seq_len]
+        self._recordings: dict[Key, Recording] = {}
+        self.report = GraphReport(enabled=False)
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """The stream that every step runs on, or the current one without a GPU."""
+        return self._backend.on_stream() if self._backend is not None else ExitStack()
+
+    def keys(self) -> list[Key]:
+        """Everything to record, in the order of recording: largest first."""
+        modes = sorted(Mode, reverse=True)
+        return [(n, kv, m) for n in self._batch_sizes[::-1] for kv in self._kv_lengths[::-1] for m in modes]
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record every key. All or nothing: a failure drops what was recorded and raises `GraphError`.
+
+        Args:
+            progress: called with (recorded so far, how many in all).
+        """
+        if self._backend is None:
+            return
+        keys, started = self.keys(), time.perf_counter()
+        with self._undisturbed():
+            for index, key in enumerate(keys):
+                try:
+                    self._recordings[key] = self._record(self._backend, key)
+                except Exception as error:
+                    self._recordings.clear()
+                    raise GraphError(self._failure(key, error)) from error
+                if progress is not None:
+                    progress(index + 1, len(keys))
+        self.report.enabled, self.report.graphs = True, len(keys)
+        self.report.batch_sizes, self.report.kv_lengths = self._batch_sizes, self._kv_lengths
+        self.report.capture_seconds = time.perf_counter() - started
+
+    def _record(self, backend: Backend, key: Key) -> Recording:
+        n, kv_len, mode = key
+        state = self._state.narrow(0, n)
+
+        def step() -> None:
+            self._step(state, kv_len, mode)
+
+        backend.warm_up(step)
+        before = backend.reserved_bytes()
+        recording = backend.capture(step)
+        self.report.pool_bytes += backend.reserved_bytes() - before
+        return recording
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """No garbage collection (a graph finalised in mid-capture breaks the capture); state and scratch put back."""
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        scratch = self._cache.kv[..., self._cache.scratch_slot, :]
+        with self.on_stream():
+            saved, saved_scratch, active = self._state.snapshot(), scratch.clone(), self._state.active
+            active.fill_(False)  # so that the warm-up writes to the scratch slots only
+        try:
+            yield
+        finally:
+            with self.on_stream():
+                self._state.restore(saved)
+                scratch.copy_(saved_scratch)
+            if collecting:
+                gc.enable()
+
+    def _failure(self, key: Key, error: Exception) -> str:
+        n, kv_len, mode = key
+        free = self._backend.free_bytes() if self._backend is not None else 0
+        return (
+            f"capturing the decode step of {n} rows, {kv_len} KV positions, mode {mode.name} failed with "
+            f"{free / 2**20:.0f} MiB free: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            "Lower max_batch_size or max_seq_len, free memory of other programs, or run with graphs='off'."
+        )
+
+    def find(self, rows: int, kv_len: int, mode: Mode) -> Key | None:
+        """The smallest recording that rows and kv_len fit in, or None."""
+        row_index = bisect_left(self._batch_sizes, rows)
+        kv_index = bisect_left(self._kv_lengths, kv_len)
+        if row_index == len(self._batch_sizes) or kv_index == len(self._kv_lengths):
+            return None
+        key = (self._batch_sizes[row_index], self._kv_lengths[kv_index], mode)
+        return key if key in self._recordings else None
+
+    def step(self, rows: int, kv_len: int, mode: Mode, live: int | None = None) -> None:
+        """One decode step of the first `rows` rows, of which `live` (default: all) are active."""
+        key = self.find(rows, kv_len, mode)
+        if key is None:
+            self.report.eager_steps += 1
+            self.report.eager_reasons[self._eager_reason if not self._recordings else "no bucket fits"] += 1
+            self._step(self._state.narrow(0, rows), kv_len, mode)
+        else:
+            self.report.replays += 1
+            self.report.padded_rows += key[0] - (rows if live is None else live)
+            self._recordings[key].replay()
+
+    def close(self) -> None:
+        """Drop the recordings, before the memory that they point at."""
+        self._recordings.clear()
+        self._backend = None
+
+
+def make_runner(
+    step: Step,
+    state: DecodeState,
+    cache: KVCache,
+    graphs: str,
+    backend: Backend | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> GraphRunner:
+    """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
+
+    Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
+    once and runs eagerly, "on" raises `GraphError`.
+    """
+    if graphs == "on" and backend is None:
+        raise GraphError("graphs='on' needs a CUDA device: use graphs='auto', or device='cuda' on a machine with a GPU")
+    reason = "graphs are off" if graphs == "off" else "no CUDA device"
+    runner = GraphRunner(step, state, cache, backend, reason)
+    if graphs == "off":
+        return runner
+    try:
+        runner.capture(progress)
+    except GraphError as error:
+        if graphs == "on":
+            raise
+        warnings.warn(f"decoding without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+        runner._eager_reason = "capture failed"
+    return runner

@@ -1,0 +1,106 @@
+"""What a person calls a model -> a directory with config.json, safetensors and a tokenizer.
+
+`--model` and `LLM(...)` take a directory, a GGUF file, a name that download.py knows, an id on the Hugging Face hub, or
+nothing. A directory is used as it is. Everything else is turned into a directory once, with a line on stderr that says
+so, and found again the next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from .convert import convert_gguf
+from .download import DOWNLOADS, download, weights_dir
+from .errors import CheckpointError, MinillmError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+# Never *.bin or *.pth: they are pickles, which run code when they are read, and minillm does not read them.
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "model.safetensors.index.json",
+]
+
+
+def resolve_model(model: str | os.PathLike[str] | None) -> Path:
+    """The directory of `model`, made first where that is needed.
+
+    model: an existing directory; a `.gguf` file; a name in `DOWNLOADS`; a hub id `org/name`; None: the default model.
+    A directory of that name wins over a download or a hub id. Raises CheckpointError in one sentence for everything
+    that is none of these or cannot be fetched, and what `convert_gguf` raises for a GGUF file.
+    """
+    if model is None:
+        return _known(DEFAULT_MODEL)
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            return _converted(path)
+        raise CheckpointError(f"{path}: a file; give the directory that holds config.json, or a .gguf file")
+    if name.lower() in DOWNLOADS:
+        return _known(name.lower())
+    if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
+        return _from_hub(name)
+    raise CheckpointError(
+        f"{name}: no such directory or file; a model can also be a hub id (org/name) or one of {', '.join(DOWNLOADS)}"
+    )
+
+
+def _known(name: str) -> Path:
+    """A model of `DOWNLOADS`, fetched only if it is not there; silent if it is."""
+    target = weights_dir() / DOWNLOADS[name].directory
+    return target if (target / "config.json").is_file() else download(name)
+
+
+def _converted(path: Path) -> Path:
+    """The converted form of a GGUF file, named after path, size and time, so that a changed file is converted anew."""
+    stat = path.stat()
+    identity = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
+    short_hash = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:10]
+    target = weights_dir() / "converted" / f"{path.stem}-{short_hash}"
+    if (target / "config.json").is_file():
+        return target
+    print(f"minillm: converting {path} once, into {target}", file=sys.stderr)
+    try:
+        return convert_gguf(path, target, progress=True)
+    except MinillmError:
+        if (target / "config.json").is_file():  # another process was faster
+            return target
+        raise
+
+
+def _from_hub(repo_id: str) -> Path:
+    """Fetch a repository's configuration, tokenizer and safetensors into the hub library's own cache."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    print(f"minillm: {repo_id} is no local directory; looking on the Hugging Face hub", file=sys.stderr)
+    try:
+        directory = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=HUB_FILES))
+    except errors.GatedRepoError as error:
+        url = f"https://huggingface.co/{repo_id}"
+        raise CheckpointError(f"{repo_id}: gated; accept its terms at {url}, then run `hf auth login`") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(f"{repo_id}: no such directory here, and no such public model on the hub") from error
+    except Exception as error:  # the network library below, and so its exceptions, differ between versions
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{repo_id}: no such directory here, and it cannot be fetched from the hub ({first_line})"
+        ) from error
+    if not any(directory.glob("*.safetensors")):
+        raise CheckpointError(f"{repo_id}: has no safetensors files, and minillm reads no others from the hub")
+    return directory

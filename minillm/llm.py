@@ -1,0 +1,348 @@
+"""LLM: the class that apps embed. Text in, text out; several threads may use one at once.
+
+It checks every request on the host before anything is launched, turns text into token ids, hands requests to the
+engine, and turns tokens back into text. Whoever waits for text drives the engine, one step at a time, under one lock.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import torch
+from tqdm import tqdm
+
+from .answer import Answer, Chunk
+from .cache import KVCache
+from .config import ModelConfig
+from .engine import Engine, Request
+from .errors import ConfigError, MinillmError, RequestError
+from .graphs import CudaBackend, GraphReport, GraphRunner, make_runner
+from .hub import resolve_model
+from .loading import load_model, make_plan, pick_device, pick_dtype
+from .model import Llama
+from .sampling import Mode, SamplingParams
+from .state import DecodeState
+from .step import decode_step
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]  # text, or token ids
+Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}, ...]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one answer. Times are seconds of wall clock, from the submission of the request.
+
+    Attributes:
+        time_to_first_token: waiting for a row, prefill and first sample.
+        tokens_per_second: of decoding, the first token not counted (0 if there is no second one).
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token: float
+    total_time: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: without end tokens and without the stop string.
+        token_ids: every token made, an end token included.
+        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens, or the context is full).
+        logprobs: natural log-probability of each token under the model's unchanged distribution, if asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+    stats: Stats
+
+
+@dataclass
+class _Pending:
+    """A request under way, its text so far, and when things happened to it."""
+
+    request: Request
+    answer: Answer
+    submitted: float
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def on_token(self, token_id: int, logprob: float, finish_reason: str | None) -> bool:
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        return self.answer.add(token_id, logprob, finish_reason)
+
+    def stats(self) -> Stats:
+        made, decoding = len(self.request.token_ids), self.last_token - self.first_token
+        return Stats(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=made,
+            time_to_first_token=max(self.first_token - self.submitted, 0.0),
+            total_time=time.perf_counter() - self.submitted,
+            tokens_per_second=(made - 1) / decoding if decoding > 0 else 0.0,
+        )
+
+
+class LLM:
+    """A model, its cache and its captured decode steps, ready to answer.
+
+    Args:
+        model: a directory in the Hugging Face layout, a .gguf file, or a hub id; None takes the default model.
+        device: "auto" (the GPU if there is one), "cpu", "cuda", "cuda:N", "mps".
+        dtype: "auto" (float32 on a CPU, else the checkpoint's own), "float32", "float16", "bfloat16".
+        max_batch_size: how many requests run at once; more wait.
+        max_seq_len: tokens of prompt and answer together that a request may have; None is the model's context, or as
+            much of it as the memory affords.
+        graphs: "auto" captures the decode steps where there is a GPU and runs eagerly where not, or if that fails;
+            "on" insists; "off" runs eagerly.
+        progress: show progress bars on stderr.
+    Raises: subclasses of MinillmError, a ValueError: ConfigError, CheckpointError, TokenizerError, MemoryLimitError,
+        GraphError. Nothing stays allocated then.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_batch_size: int = 8,
+        max_seq_len: int | None = None,
+        graphs: str = "auto",
+        progress: bool = False,
+    ) -> None:
+        if graphs not in ("auto", "on", "off"):
+            raise ConfigError(f"graphs must be 'auto', 'on' or 'off', not {graphs!r}")
+        target = pick_device(device)
+        path = resolve_model(model)
+        config = ModelConfig.from_dir(path)
+        self.tokenizer = Tokenizer.from_dir(path)
+        plan = make_plan(config, target, pick_dtype(dtype, config, target), max_batch_size, max_seq_len)
+        self._start(load_model(path, config, plan, progress), max_batch_size, plan.max_seq_len, graphs, progress)
+
+    @classmethod
+    def from_model(
+        cls, model: Llama, tokenizer: Tokenizer, max_batch_size: int, max_seq_len: int, graphs: str = "auto"
+    ) -> "LLM":
+        """An LLM of a model that is already in memory: random weights in a benchmark, a mock in a test."""
+        llm = cls.__new__(cls)
+        llm.tokenizer = tokenizer
+        llm._start(model, max_batch_size, max_seq_len, graphs, progress=False)
+        return llm
+
+    def _start(self, model: Llama, max_batch_size: int, max_seq_len: int, graphs: str, progress: bool) -> None:
+        self.config, self.max_seq_len = model.config, max_seq_len
+        self.device, self.dtype = model.weights.embed.device, model.weights.embed.dtype
+        self._lock = threading.RLock()
+        cache = KVCache(model.config, max_batch_size, max_seq_len, self.device, self.dtype)
+        state = DecodeState.allocate(max_batch_size, model.config.vocab_size, self.device)
+        self._runner = _capture(model, cache, state, graphs, progress)
+        self._engine: Engine | None = Engine(model, cache, state, self._runner)
+
+    # ------------------------------------------------------------------ answers
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(self, prompts: Sequence[int], params: SamplingParams | None = None) -> Completion: ...
+
+    def generate(self, prompts, params=None):  # type: ignore[no-untyped-def]
+        """Answer one prompt (text, or a list of token ids) or a list of prompts, in their order.
+
+        Args:
+            params: one for all, or a list with one for each prompt.
+        Raises: RequestError before anything runs, if any of the prompts or parameters cannot be served.
+        """
+        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and _is_int(prompts[0])):
+            return self.generate([prompts], params)[0]
+        if not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts must be a text, token ids, or a list of them, not {type(prompts).__name__}")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each")
+        pending = [self._prepare(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
+        return self._complete(pending)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Answer one prompt piece by piece. The request is checked and queued at once; closing the stream ends it."""
+        return self._stream(self._prepare(self._encode(prompt), params))
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, [{"role": "user", "content": "..."}, ...], through the model's chat template."""
+        return self._complete([self._prepare(self.tokenizer.apply_chat_template(messages), params)])[0]
+
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """`chat`, piece by piece."""
+        return self._stream(self._prepare(self.tokenizer.apply_chat_template(messages), params))
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Teacher-forced logits, float32 [T, vocab] on the CPU: row t is the model's view of token t + 1."""
+        ids = self._check_ids(token_ids)
+        with self._lock:
+            return self._open().score(ids)
+
+    # ------------------------------------------------------------------ the runtime
+
+    def graph_report(self) -> GraphReport:
+        """What was captured, how long it took, the bytes it holds, and how often it was replayed."""
+        return self._runner.report
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes of weights that every decode step reads."""
+        return self._open().model.weights.bytes_per_step
+
+    def close(self) -> None:
+        """Give all memory back. Open requests end with an error; so does every later call."""
+        with self._lock:
+            if self._engine is None:
+                return
+            engine, self._engine = self._engine, None
+            engine.shut_down(MinillmError("this LLM was closed"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise MinillmError("this LLM was closed: make a new one")
+        return self._engine
+
+    # ------------------------------------------------------------------ requests
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+
+    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids on their way to the device, where a bad one would be an assert that poisons the whole process."""
+        if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+            raise RequestError(f"token ids must be a list of whole numbers, not {type(token_ids).__name__}")
+        for index, token_id in enumerate(token_ids):
+            if not _is_int(token_id) or not 0 <= token_id < self.config.vocab_size:
+                raise RequestError(
+                    f"token id {token_id!r} at index {index} is not a whole number from 0 to {self.config.vocab_size - 1}"
+                )
+        if not token_ids:
+            raise RequestError("the prompt is empty, and this model has no begin token to start from: give it some text")
+        if len(token_ids) > self.max_seq_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and the context {self.max_seq_len}: "
+                "shorten the prompt or raise max_seq_len"
+            )
+        return list(token_ids)
+
+    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> _Pending:
+        ids, params = self._check_ids(token_ids), params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+        for token_id in params.stop_token_ids:
+            if token_id >= self.config.vocab_size:
+                raise RequestError(f"stop token id {token_id} is not below the vocabulary size {self.config.vocab_size}")
+        ends = () if params.ignore_eos else self.config.eos_token_ids
+        stops = sorted({*ends, *params.stop_token_ids})
+        answer = Answer(self.tokenizer.detokenizer(ids), params.stop, frozenset(stops), params.logprobs)
+        limit = min(len(ids) + params.max_tokens, self.max_seq_len)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        request = Request(ids, params, limit, stops, seed, on_token=lambda *_: False)
+        pending = _Pending(request, answer, time.perf_counter())
+        request.on_token = pending.on_token
+        return pending
+
+    def _complete(self, pending: list[_Pending]) -> list[Completion]:
+        try:
+            with self._lock:
+                for p in pending:
+                    self._open().submit(p.request)
+            for p in pending:
+                while not p.request.done:
+                    self._advance(p)
+                if p.request.error is not None:
+                    raise p.request.error
+            return [_completion(p) for p in pending]
+        finally:  # after an error or Ctrl-C, none of them keeps a row
+            self._cancel(pending)
+
+    def _stream(self, pending: _Pending) -> Iterator[Chunk]:
+        with self._lock:
+            self._open().submit(pending.request)
+        return self._chunks(pending)
+
+    def _chunks(self, pending: _Pending) -> Iterator[Chunk]:
+        sent = 0
+        try:
+            while True:
+                while sent == len(pending.answer.chunks) and not pending.request.done:
+                    self._advance(pending)
+                if sent < len(pending.answer.chunks):
+                    sent += 1
+                    yield pending.answer.chunks[sent - 1]
+                elif pending.request.error is not None:
+                    raise pending.request.error
+                else:
+                    if sent == 0:  # the prompt fills the context: an answer of no tokens still says why it ended
+                        yield Chunk("", [], pending.request.finish_reason)
+                    return
+        finally:
+            self._cancel([pending])
+
+    def _advance(self, pending: _Pending) -> None:
+        """One step of the engine, unless another thread's step has brought what this one waits for."""
+        before = len(pending.request.token_ids)
+        with self._lock:
+            if not pending.request.done and len(pending.request.token_ids) == before:
+                self._open().step()
+
+    def _cancel(self, pending: list[_Pending]) -> None:
+        with self._lock:
+            if self._engine is not None:
+                for p in pending:
+                    self._engine.cancel(p.request)
+
+
+def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
+    def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
+        decode_step(model, cache, rows, kv_len, mode)
+
+    device = state.tokens.device
+    backend = CudaBackend(device) if device.type == "cuda" else None
+    with tqdm(desc="capturing CUDA graphs", unit="graph", disable=not (progress and backend), leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return make_runner(step, state, cache, graphs, backend, show)
+
+
+def _completion(pending: _Pending) -> Completion:
+    chunks, request = pending.answer.chunks, pending.request
+    logprobs = [x for chunk in chunks for x in chunk.logprobs or []] if request.params.logprobs else None
+    text = "".join(chunk.text for chunk in chunks)
+    reason = request.finish_reason or "length"
+    return Completion(text, request.token_ids, request.prompt_token_ids, reason, logprobs, pending.stats())
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,75 @@
+"""The Llama transformer: prefill() reads a prompt, decode() makes one step of every row. Both run the same layers.
+
+Read `_layers` first: it is the whole model, five operations a layer on a residual stream `x`. What differs between the
+two callers is only how a token finds the past that it attends to: a chunk of one row sees a triangle, one new token a
+row sees its whole row. `kernels/reference.py` defines the operations.
+"""
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .config import ModelConfig
+from .kernels import reference as ops
+from .kernels.reference import Attend
+from .rope import rope_tables
+from .weights import Weights
+
+
+class Llama:
+    """Weights, and the functions that turn token ids into logits. It holds no state: the cache is an argument.
+
+    Args:
+        config: what config.json says. weights: packed as `weights.py` says, on any device, in any float dtype.
+        max_seq_len: how many positions the rotary table covers.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int) -> None:
+        self.config, self.weights = config, weights
+        cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
+        self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Tensor, row: int, start: int, cache: KVCache, all_logits: bool = False) -> Tensor:
+        """Run a chunk of one row's prompt, and write its K and V to the cache.
+
+        Args:
+            token_ids: int64 [T]; they stand at positions start .. start + T - 1. What is before must be in the cache.
+        Returns: float32 logits of the last token, [1, vocab]; of every token, [T, vocab], with `all_logits`.
+        """
+        positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
+        rows = torch.full_like(positions, row)
+        x = self._layers(token_ids, positions, rows, positions, cache, ops.chunk_attention(row, start))
+        return self._logits(x if all_logits else x[-1:])
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: Tensor, cache: KVCache, kv_len: int
+    ) -> Tensor:
+        """One step of the first n rows. Everything but kv_len is a tensor, so the step can be captured.
+
+        Args:
+            tokens, positions: int64 [n], the token that each row feeds and where it stands.
+            slots: int64 [n], where its K and V are written: its position, or the scratch slot for padding.
+            rows: int64 [n], 0 .. n - 1. kv_len: how much of the cache is read, more than every position.
+        Returns: float32 logits [n, vocab].
+        """
+        attend = ops.row_attention(positions, kv_len)
+        return self._logits(self._layers(tokens, positions, rows, slots, cache, attend))
+
+    def _layers(
+        self, tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
+    ) -> Tensor:
+        """Embed N tokens and run every layer; all arguments are [N]. Returns the residual stream [N, hidden]."""
+        eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
+        x = self.weights.embed[tokens]  # [N, hidden]
+        rope = self.rope[positions]  # [N, head_dim / 2]
+        for index, w in enumerate(self.weights.layers):
+            kv = cache.layer(index)
+            q = ops.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
+            x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x)
+            x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x)
+        return x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return ops.norm_logits(x, self.weights.norm, self.weights.lm_head, self.config.rms_norm_eps)

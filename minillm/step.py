@@ -1,0 +1,52 @@
+"""One decode step of n rows, from the tokens to the next tokens, as one function of tensors that never move.
+
+This is what a CUDA Graph records: it feeds its own output back (`state.tokens`), advances the positions and ends rows,
+so replaying it again and again generates text with nothing from the host in between. Every argument that is not a
+tensor (n, kv_len, mode) is frozen by a capture; `graphs.py` keeps one recording for each combination that it needs.
+"""
+
+import torch
+
+from .cache import KVCache
+from .model import Llama
+from .sampling import Mode, sample
+from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
+
+
+@torch.inference_mode()
+def decode_step(model: Llama, cache: KVCache, state: DecodeState, kv_len: int, mode: Mode) -> None:
+    """Every active row of `state` (which may be narrowed to the first n) makes its next token.
+
+    Args:
+        kv_len: how much of the cache attention reads; more than every active row's position.
+    """
+    # what padding does: token 0, at position 0, into the scratch slot
+    zero = state.tokens.new_zeros(())
+    tokens = state.tokens.where(state.active, zero)
+    positions = state.positions.where(state.active, zero)
+    slots = state.positions.where(state.active, zero + cache.scratch_slot)
+    logits = model.decode(tokens, positions, slots, state.rows, cache, kv_len)
+    sample_and_advance(logits, state, mode)
+
+
+@torch.inference_mode()
+def sample_and_advance(logits: torch.Tensor, state: DecodeState, mode: Mode) -> None:
+    """Choose each row's next token, put it where the next step reads it, and end the rows that are done.
+
+    Args:
+        logits: float32 [n, vocab], of the token that each row fed last. Also used after a prefill, with n = 1.
+    """
+    tokens, logprobs = sample(logits, state, mode)
+    best = logits.amax(-1)  # NaN if any logit is
+    total = state.positions + 2  # tokens of prompt and answer, the new one included
+    finished = torch.where(total >= state.limits, LENGTH, RUNNING)
+    finished = torch.where(state.stops.gather(1, tokens[:, None])[:, 0], STOP, finished)
+    finished = torch.where(best.isfinite(), finished, BROKEN)
+    if mode != Mode.GREEDY:
+        state.seen.scatter_(1, tokens[:, None], True)
+    state.output[:, 0] = tokens
+    state.output[:, 1] = finished
+    state.output[:, 2] = logprobs.view(torch.int32)
+    state.tokens.copy_(tokens.where(state.active, state.tokens))
+    state.positions.add_(state.active)
+    state.active.logical_and_(finished == RUNNING)
