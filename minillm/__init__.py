@@ -1,9 +1,9 @@
 """minillm: a minimal Llama runtime. A static KV cache, and every decode step one CUDA Graph replay.
 
-    from minillm import LLM, SamplingParams
+from minillm import LLM, SamplingParams
 
-    with LLM("path/or/hub-id") as llm:
-        print(llm.generate("Once upon a time", SamplingParams(max_tokens=64)).text)
+with LLM("path/or/hub-id") as llm:
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64)).text)
 """
 
 from importlib import import_module

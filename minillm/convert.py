@@ -97,7 +97,7 @@ def new_directory(target: Path) -> Iterator[Path]:
             directory.mkdir()
             yield directory
             if target.exists():
-                target.rmdir()  # empty, or this fails
+                target.rmdir()  # empty, or this fails; Windows does not rename onto a directory
             directory.rename(target)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot write it ({error.strerror or error})") from error

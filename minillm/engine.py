@@ -88,6 +88,12 @@ class Engine:
         self._host = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
         self._host_next = 0
 
+    def warm_up(self) -> None:
+        """Run a short prefill for nothing, so that a GPU loads its kernels now and not in the first request."""
+        with self._on_stream():
+            self._prefill([0] * min(16, self.cache.max_seq_len), 0)
+            self.cache.kv[:, :, 0].zero_()
+
     def submit(self, request: Request) -> None:
         """Queue a request. One that has no room for a single token is done at once."""
         if len(request.prompt_token_ids) >= request.limit:
@@ -114,7 +120,9 @@ class Engine:
                 enqueued = self._decode()
                 self._deliver(keep=1 if enqueued and self.device.type == "cuda" else 0)
         except torch.OutOfMemoryError as error:
-            self._fail_all(MemoryLimitError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}"))
+            self._fail_all(
+                MemoryLimitError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
+            )
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
             self._fail_all(error if isinstance(error, Exception) else MinillmError("interrupted by another thread"))
             if not isinstance(error, Exception):
@@ -187,7 +195,7 @@ class Engine:
     def _receive(self, row: int, request: Request, token_id: int, code: int, logprob: float) -> None:
         if code == BROKEN:
             request.error = MinillmError(
-                f"the model's logits are NaN or infinite at position {len(request.prompt_token_ids) + len(request.token_ids)}: "
+                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
                 "the weights are broken, or overflow in this dtype (try dtype='float32')"
             )
             return self._release(row)

@@ -114,8 +114,10 @@ def llama_config(metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], 
     if 0 < keys.get("attention.sliding_window", 0) < context:
         window = keys["attention.sliding_window"]
         raise ConfigError(f"a sliding window of {window} below the context of {context} cannot be converted")
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError("the GGUF file has no tensor token_embd.weight")
+    layers = _positive(keys, "block_count")
+    for name in ("token_embd.weight", f"blk.{layers - 1}.attn_norm.weight"):
+        if name not in tensors:  # every other tensor is looked for by the converter, once the sizes make sense
+            raise CheckpointError(f"the GGUF file has no tensor {name}")
 
     theta = float32_decimal(keys.get("rope.freq_base", 10000.0))
     return {
@@ -124,7 +126,7 @@ def llama_config(metadata: dict[str, Any], tensors: dict[str, tuple[int, ...]], 
         "vocab_size": tensors["token_embd.weight"][0],  # rows, padding included; llama.vocab_size may be absent
         "hidden_size": hidden,
         "intermediate_size": _positive(keys, "feed_forward_length"),
-        "num_hidden_layers": _positive(keys, "block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,

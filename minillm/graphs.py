@@ -67,6 +67,8 @@ class Backend(Protocol):
 
     def on_stream(self) -> AbstractContextManager[object]: ...
 
+    def close(self) -> None: ...
+
 
 class CudaBackend:
     """Captures on one stream into one pool.
@@ -74,6 +76,10 @@ class CudaBackend:
     The warm-up runs on the same stream: cuBLAS makes its handle and workspace for a stream, and Triton loads its
     modules, at the first use, which must not fall into a capture. Capture mode is `thread_local`, so other threads of
     the app may use CUDA meanwhile.
+
+    PyTorch keeps a cuBLAS workspace of 32 MiB for every stream that ever multiplied matrices. It is dropped before and
+    after a capture, so that recordings have theirs in the pool and die with it, and at the end (scratch memory, made
+    again when it is needed).
     """
 
     def __init__(self, device: torch.device, share_pool: bool = True) -> None:
@@ -93,13 +99,19 @@ class CudaBackend:
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()
         with self.on_stream(), ExitStack() as on_error:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             on_error.callback(_abandon, graph)
             step()
             on_error.pop_all()
             graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
         return graph
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
 
     def free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0]
@@ -253,6 +265,8 @@ class GraphRunner:
     def close(self) -> None:
         """Drop the recordings, before the memory that they point at."""
         self._recordings.clear()
+        if self._backend is not None:
+            self._backend.close()
         self._backend = None
 
 
@@ -263,6 +277,7 @@ def make_runner(
     graphs: str,
     backend: Backend | None,
     progress: Callable[[int, int], None] | None = None,
+    by_kv_length: bool = True,
 ) -> GraphRunner:
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
 
@@ -272,7 +287,7 @@ def make_runner(
     if graphs == "on" and backend is None:
         raise GraphError("graphs='on' needs a CUDA device: use graphs='auto', or device='cuda' on a machine with a GPU")
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
-    runner = GraphRunner(step, state, cache, backend, reason)
+    runner = GraphRunner(step, state, cache, backend, reason, by_kv_length)
     if graphs == "off":
         return runner
     try:

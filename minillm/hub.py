@@ -45,7 +45,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
         return _known(DEFAULT_MODEL)
     name = os.fspath(model)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # Path("") would be the current directory
         return path
     if path.is_file():
         if path.suffix.lower() == ".gguf":
@@ -56,7 +56,7 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
         return _from_hub(name)
     raise CheckpointError(
-        f"{name}: no such directory or file; a model can also be a hub id (org/name) or one of {', '.join(DOWNLOADS)}"
+        f"{name!r}: no such directory or file; a model can also be a hub id (org/name) or one of {', '.join(DOWNLOADS)}"
     )
 
 

@@ -74,7 +74,7 @@ class _Pending:
 
     request: Request
     answer: Answer
-    submitted: float
+    submitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
 
@@ -127,7 +127,7 @@ class LLM:
         target = pick_device(device)
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
-        self.tokenizer = Tokenizer.from_dir(path)
+        self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
         plan = make_plan(config, target, pick_dtype(dtype, config, target), max_batch_size, max_seq_len)
         self._start(load_model(path, config, plan, progress), max_batch_size, plan.max_seq_len, graphs, progress)
 
@@ -149,6 +149,8 @@ class LLM:
         state = DecodeState.allocate(max_batch_size, model.config.vocab_size, self.device)
         self._runner = _capture(model, cache, state, graphs, progress)
         self._engine: Engine | None = Engine(model, cache, state, self._runner)
+        if self.device.type == "cuda":
+            self._engine.warm_up()
 
     # ------------------------------------------------------------------ answers
 
@@ -156,12 +158,12 @@ class LLM:
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
 
     @overload
-    def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]: ...
+    def generate(self, prompts: list[int], params: SamplingParams | None = None) -> Completion: ...
 
     @overload
-    def generate(self, prompts: Sequence[int], params: SamplingParams | None = None) -> Completion: ...
+    def generate(
+        self, prompts: list[str] | list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
 
     def generate(self, prompts, params=None):  # type: ignore[no-untyped-def]
         """Answer one prompt (text, or a list of token ids) or a list of prompts, in their order.
@@ -176,12 +178,14 @@ class LLM:
             raise RequestError(f"prompts must be a text, token ids, or a list of them, not {type(prompts).__name__}")
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each")
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each"
+            )
         pending = [self._prepare(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
         return self._complete(pending)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Answer one prompt piece by piece. The request is checked and queued at once; closing the stream ends it."""
+        """Answer one prompt piece by piece. It is checked at once, and starts at the first `next`; closing ends it."""
         return self._stream(self._prepare(self._encode(prompt), params))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
@@ -242,10 +246,12 @@ class LLM:
         for index, token_id in enumerate(token_ids):
             if not _is_int(token_id) or not 0 <= token_id < self.config.vocab_size:
                 raise RequestError(
-                    f"token id {token_id!r} at index {index} is not a whole number from 0 to {self.config.vocab_size - 1}"
+                    f"token id {token_id!r} at index {index} is not a whole number below {self.config.vocab_size}"
                 )
         if not token_ids:
-            raise RequestError("the prompt is empty, and this model has no begin token to start from: give it some text")
+            raise RequestError(
+                "the prompt is empty, and this model has no begin token to start from: give it some text"
+            )
         if len(token_ids) > self.max_seq_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens and the context {self.max_seq_len}: "
@@ -259,22 +265,28 @@ class LLM:
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         for token_id in params.stop_token_ids:
             if token_id >= self.config.vocab_size:
-                raise RequestError(f"stop token id {token_id} is not below the vocabulary size {self.config.vocab_size}")
+                raise RequestError(
+                    f"stop token id {token_id} is not below the vocabulary size {self.config.vocab_size}"
+                )
         ends = () if params.ignore_eos else self.config.eos_token_ids
         stops = sorted({*ends, *params.stop_token_ids})
         answer = Answer(self.tokenizer.detokenizer(ids), params.stop, frozenset(stops), params.logprobs)
         limit = min(len(ids) + params.max_tokens, self.max_seq_len)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         request = Request(ids, params, limit, stops, seed, on_token=lambda *_: False)
-        pending = _Pending(request, answer, time.perf_counter())
+        pending = _Pending(request, answer)
         request.on_token = pending.on_token
         return pending
 
+    def _submit(self, pending: list[_Pending]) -> None:
+        with self._lock:
+            for p in pending:
+                p.submitted = time.perf_counter()
+                self._open().submit(p.request)
+
     def _complete(self, pending: list[_Pending]) -> list[Completion]:
         try:
-            with self._lock:
-                for p in pending:
-                    self._open().submit(p.request)
+            self._submit(pending)
             for p in pending:
                 while not p.request.done:
                     self._advance(p)
@@ -285,13 +297,10 @@ class LLM:
             self._cancel(pending)
 
     def _stream(self, pending: _Pending) -> Iterator[Chunk]:
-        with self._lock:
-            self._open().submit(pending.request)
-        return self._chunks(pending)
-
-    def _chunks(self, pending: _Pending) -> Iterator[Chunk]:
+        # queued in here and not by the caller: closing a generator that never started does not run its `finally`
         sent = 0
         try:
+            self._submit([pending])
             while True:
                 while sent == len(pending.answer.chunks) and not pending.request.done:
                     self._advance(pending)
@@ -333,7 +342,8 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
             bar.total = total
             bar.update(done - bar.n)
 
-        return make_runner(step, state, cache, graphs, backend, show)
+        # the fused attention reads each row's length on the device, so one recording serves every length
+        return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
 
 
 def _completion(pending: _Pending) -> Completion:

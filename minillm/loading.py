@@ -15,6 +15,7 @@ from .cache import KVCache
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .errors import ConfigError, MemoryLimitError
+from .kernels.fused import FusedOps
 from .model import Llama
 from .weights import allocate, destinations, weight_bytes
 
@@ -27,6 +28,7 @@ class Plan:
 
     device: torch.device
     dtype: torch.dtype
+    max_batch_size: int
     max_seq_len: int
     weight_bytes: int
     cache_bytes: int
@@ -109,9 +111,9 @@ def make_plan(
     if weights + cache > free:
         raise MemoryLimitError(
             f"the weights take {_gib(weights)} and a cache of {max_batch_size} x {max_seq_len} tokens {_gib(cache)}, "
-            f"but {device} has {_gib(free)} free: lower max_batch_size or max_seq_len, use a smaller dtype, or free memory"
+            f"but {device} has {_gib(free)} free: lower max_batch_size or max_seq_len, or use a smaller dtype"
         )
-    return Plan(device, dtype, max_seq_len, weights, cache, free)
+    return Plan(device, dtype, max_batch_size, max_seq_len, weights, cache, free)
 
 
 def load_model(path: Path, config: ModelConfig, plan: Plan, progress: bool = False) -> Llama:
@@ -120,10 +122,22 @@ def load_model(path: Path, config: ModelConfig, plan: Plan, progress: bool = Fal
     weights = allocate(config, plan.device, plan.dtype)
     optional = ("lm_head.weight",) if config.tie_word_embeddings else ()
     with tqdm(
-        total=plan.weight_bytes, desc=f"loading {path.name}", unit="B", unit_scale=True, disable=not progress, leave=False
+        total=plan.weight_bytes,
+        desc=f"loading {path.name}",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+        leave=False,
     ) as bar:
         checkpoint.load(destinations(config, weights), progress=bar.update, optional=optional)
-    return Llama(config, weights, plan.max_seq_len)
+    return Llama(config, weights, plan.max_seq_len, pick_kernels(config, plan))
+
+
+def pick_kernels(config: ModelConfig, plan: Plan) -> FusedOps | None:
+    """The fused kernels where they cover this model on this device, else None: the plain operations."""
+    if FusedOps.supports(config, plan.device, plan.dtype) is not None:
+        return None
+    return FusedOps(config, plan.max_batch_size, plan.max_seq_len, plan.device, plan.dtype)
 
 
 def _gib(count: int) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .cache import KVCache
 from .config import ModelConfig
-from .kernels import reference as ops
+from .kernels import DecodeOps, reference
+from .kernels.fused import FusedOps
 from .kernels.reference import Attend
 from .rope import rope_tables
 from .weights import Weights
@@ -22,10 +23,12 @@ class Llama:
     Args:
         config: what config.json says. weights: packed as `weights.py` says, on any device, in any float dtype.
         max_seq_len: how many positions the rotary table covers.
+        fused: kernels that decode on this device; None decodes with the plain operations.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, fused: FusedOps | None = None) -> None:
+        self.config, self.weights, self.fused = config, weights, fused
+        self._decode_ops: DecodeOps = reference if fused is None else fused
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
 
@@ -39,8 +42,9 @@ class Llama:
         """
         positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
         rows = torch.full_like(positions, row)
-        x = self._layers(token_ids, positions, rows, positions, cache, ops.chunk_attention(row, start))
-        return self._logits(x if all_logits else x[-1:])
+        attend = reference.chunk_attention(row, start)
+        x = self._layers(reference, token_ids, positions, rows, positions, cache, attend)
+        return self._logits(reference, x if all_logits else x[-1:])
 
     @torch.inference_mode()
     def decode(
@@ -54,11 +58,19 @@ class Llama:
             rows: int64 [n], 0 .. n - 1. kv_len: how much of the cache is read, more than every position.
         Returns: float32 logits [n, vocab].
         """
+        ops = self._decode_ops
         attend = ops.row_attention(positions, kv_len)
-        return self._logits(self._layers(tokens, positions, rows, slots, cache, attend))
+        return self._logits(ops, self._layers(ops, tokens, positions, rows, slots, cache, attend))
 
     def _layers(
-        self, tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
+        self,
+        ops: DecodeOps,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        attend: Attend,
     ) -> Tensor:
         """Embed N tokens and run every layer; all arguments are [N]. Returns the residual stream [N, hidden]."""
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
@@ -71,5 +83,5 @@ class Llama:
             x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x)
         return x
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, ops: DecodeOps, x: Tensor) -> Tensor:
         return ops.norm_logits(x, self.weights.norm, self.weights.lm_head, self.config.rms_norm_eps)

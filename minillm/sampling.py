@@ -181,7 +181,7 @@ def gumbel(state: "DecodeState", vocab: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of int32 that scatters its input: the finaliser of MurmurHash3 (Appleby 2011), wrapping arithmetic."""
+    """A bijection of int32 that scatters its input: the finaliser of MurmurHash3 (Appleby 2011), wrapping."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
     x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
     return x ^ ((x >> 16) & 0xFFFF)

@@ -1,4 +1,4 @@
-"""DecodeState: every tensor that a decode step reads or writes, besides weights and cache. Their addresses never change.
+"""DecodeState: all that a decode step reads or writes besides weights and cache, at addresses that never change.
 
 A captured step is a list of kernels with the addresses of their arguments frozen in. So what changes from step to step
 (tokens, positions, who is active, how each row samples) lives in these tensors and is written in place: by the step

@@ -26,7 +26,10 @@ def decode_step(model: Llama, cache: KVCache, state: DecodeState, kv_len: int, m
     positions = state.positions.where(state.active, zero)
     slots = state.positions.where(state.active, zero + cache.scratch_slot)
     logits = model.decode(tokens, positions, slots, state.rows, cache, kv_len)
-    sample_and_advance(logits, state, mode)
+    if model.fused is not None and mode == Mode.GREEDY:
+        model.fused.greedy_finish(logits, state)
+    else:
+        sample_and_advance(logits, state, mode)
 
 
 @torch.inference_mode()

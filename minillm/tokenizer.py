@@ -41,7 +41,7 @@ PROMPT_TAIL = 8
 class Tokenizer:
     """The tokenizer of one checkpoint. Use `Tokenizer.from_dir`. Safe to share between threads.
 
-    `vocab_size` is the number of ids that the tokenizer knows, added tokens included; a model may have more rows.
+    `vocab_size`: ids are below it, those of added tokens included; a model may have more rows.
     `bos_token_id` and `eos_token_id` are None where the checkpoint names none.
     """
 

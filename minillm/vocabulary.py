@@ -84,13 +84,12 @@ class JsonVocabulary:
             is_next = known is None and token_id == self._backend.get_vocab_size()
             if token.content not in present and (known == token_id or is_next):
                 self._backend.add_tokens([tokenizers.AddedToken(**token._asdict())])
-                present.add(token.content)
         for content in sorted(set(named) - present):
             if self._backend.token_to_id(content) is not None:
                 self._backend.add_special_tokens([content])
 
         self._added = {i: token.content for i, token in self._backend.get_added_tokens_decoder().items()}
-        self.size = max([self._backend.get_vocab_size(), *(i + 1 for i in self._added)])
+        self.size = max(self._backend.get_vocab().values(), default=-1) + 1  # the ids may have holes
         self.special_ids = frozenset(i for i, t in self._backend.get_added_tokens_decoder().items() if t.special)
         # The decoder joins tokens to text. What it does is asked of it, not read from its many spellings in the file.
         decoder = self._backend.decoder
@@ -120,8 +119,6 @@ class JsonVocabulary:
         # Any other decoder looks back one token at most (is this the first? did the last one end a word?), so the
         # difference that the token makes to its predecessor is its text, at a cost that does not grow.
         before = [] if previous is None else [self.id_to_token(previous)]
-        if not at_start:
-            before = ["a", *before]  # stands for the text before
         return self._join([*before, token])[len(self._join(before)) :].encode()
 
     def token_to_id(self, token: str) -> int | None:
@@ -134,8 +131,7 @@ class JsonVocabulary:
     def default_prefix(self) -> list[int]:
         # What the post-processor puts around nothing. A mark that it puts behind a text is not asked for here:
         # the model goes on where the text ends.
-        around_nothing = self._backend.encode("", add_special_tokens=True)
-        return around_nothing.ids[:1] if around_nothing.special_tokens_mask[:1] == [1] else []
+        return list(self._backend.encode("", add_special_tokens=True).ids[:1])
 
 
 class SentencePieceVocabulary:

@@ -55,6 +55,8 @@ class FakeBackend:
     def on_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def close(self) -> None: ...
+
 
 def parts(
     max_batch_size: int = 4,

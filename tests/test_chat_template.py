@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,9 +32,9 @@ LLAMA2 = """{% if messages[0]['role'] == 'system' %}
 {% endfor %}
 """
 CHATML = """{%- for message in messages %}
-    {{- '<s>' + message.role + '\\n' + message.content + '</s>\\n' }}
+    {{- '<tool>' + message.role + '\\n' + message.content + '</s>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<tool>assistant\\n' }}{% endif %}"""
 TOUR = """{{ bos_token }}{% if tools is not none %}tools{% endif %}{% set ns = namespace(n=0) %}
 {% for m in messages %}
 {% if m.role == 'system' %}{% continue %}{% endif %}
@@ -173,10 +175,9 @@ def test_messages_that_are_none(messages: Any, says: str, tmp_path: Path) -> Non
         tokenizer.apply_chat_template(messages)
 
 
-def test_messages_stay_as_they_are() -> None:
-    messages = [dict(HELLO[0])]
-    ChatTemplate("{% set m = messages[0] %}{{ m.content }}", {}).render(messages)
-    assert messages == HELLO
+def test_messages_may_be_any_mapping() -> None:
+    messages = tuple(MappingProxyType(message) for message in HELLO)
+    assert ChatTemplate("{{ messages | tojson }}", {}).render(messages) == json.dumps(HELLO, ensure_ascii=False)
 
 
 def test_surrogate_in_a_message(tmp_path: Path) -> None:

@@ -194,10 +194,9 @@ def test_the_index_decides_and_files_beside_it_do_not_matter(tmp_path: Path) -> 
     """Guards: globbing *.safetensors picks up leftovers and adapters that lie in the folder."""
     stored = write_shards(tmp_path)
     save_file({"adapter.weight": torch.zeros(1)}, tmp_path / "adapter.safetensors")
-    # A name in two shards comes from the one that the index gives.
-    save_file(
-        {"model.embed.weight": stored["model.embed.weight"], "model.norm.weight": torch.zeros(4)}, tmp_path / SHARDS[0]
-    )
+    first, *others = stored
+    for shard, home in zip(SHARDS, ([first], others), strict=True):  # each holds old values of the other's tensors
+        save_file({name: t if name in home else t + 1 for name, t in stored.items()}, tmp_path / shard)
     destinations = empty_like(stored)
     Checkpoint(tmp_path).load(destinations)
     assert_loaded(destinations, stored)
@@ -219,7 +218,7 @@ def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path)
     (tmp_path / SHARDS[1]).unlink()
-    refused(tmp_path, SHARDS[1])
+    refused(tmp_path, f"lacks {SHARDS[1]}", INDEX)
 
 
 def test_a_tensor_missing_from_its_shard_is_named(tmp_path: Path) -> None:

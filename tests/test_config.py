@@ -190,7 +190,7 @@ def test_other_architectures_are_refused_by_name(model_type: object) -> None:
         ({"hidden_size": "32"}, ("config.json", "hidden_size", "'32'")),
         ({"hidden_size": [32]}, ("hidden_size", "[32]")),
         ({"hidden_size": 32.0}, ("hidden_size", "32.0")),
-        ({"hidden_size": True}, ("hidden_size", "True")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers", "True")),
         ({"vocab_size": 0}, ("vocab_size", "0")),
         ({"num_hidden_layers": -1}, ("num_hidden_layers", "-1")),
         ({"max_position_embeddings": 10**30}, ("max_position_embeddings",)),

@@ -540,6 +540,8 @@ def test_files_without_an_unknown_piece(tmp_path):
         ({"llama.expert_count": 8}, "8 experts"),
         ({"llama.logit_scale": 0.5}, "unknown setting llama.logit_scale = 0.5"),
         ({"llama.block_count": None}, "llama.block_count"),
+        ({"llama.block_count": 2**32 - 1}, "no tensor blk.4294967294.attn_norm"),  # no list of that length is made
+        ({"llama.block_count": 1}, "unexpected tensor blk.1"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3"),
         ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv differs"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),

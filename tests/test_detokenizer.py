@@ -1,4 +1,7 @@
-"""Detokenizer: the streamed text is the decoded text, for every kind of vocabulary, and never half a character."""
+"""Detokenizer: the streamed text is the decoded text, for every kind of vocabulary, and never half a character.
+
+That the decoded text is right, as transformers and sentencepiece have it, is tested in test_tokenizer.py.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +104,7 @@ def test_text_that_follows_a_prompt(folders: dict[str, Path]) -> None:
         prompt = tokenizer.encode("the quick brown")
         answer = tokenizer.encode("the quick brown fox says Hello")[len(prompt) :]
         assert "".join(stream(tokenizer, answer, prompt)) == " fox says Hello"
+        assert "".join(stream(tokenizer, answer, [*prompt, *[2] * 20])) == " fox says Hello"
         keeps_space = kind.startswith("byte_level")
         assert tokenizer.decode(answer) == (" " if keeps_space else "") + "fox says Hello"
         assert "".join(stream(tokenizer, answer)) == tokenizer.decode(answer)

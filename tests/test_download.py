@@ -38,7 +38,7 @@ def wheel(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands for subprocess.run: records commands, then does what `pip.act(destination)` does and returns `pip.result`."""
+    """Stands for subprocess.run: records commands, calls `pip.act(destination)`, and gives back `pip.result`."""
     fake = SimpleNamespace(commands=[], act=lambda destination: None, result=(0, ""))
 
     def run(command, **options):

@@ -1,4 +1,4 @@
-"""The graph runner without a GPU: buckets, order, padding, fallbacks and errors, through a backend that only pretends."""
+"""The graph runner without a GPU: buckets, order, padding, fallbacks and errors, on a backend that only pretends."""
 
 import gc
 import warnings
@@ -98,7 +98,7 @@ def test_padded_rows_are_finite() -> None:
     state.admit(0, [5], 400, [], SamplingParams(), 0)
     seen = []
     model_logits = model._logits
-    model._logits = lambda x: seen.append(model_logits(x)) or seen[-1]  # type: ignore[method-assign]
+    model._logits = lambda ops, x: seen.append(model_logits(ops, x)) or seen[-1]  # type: ignore[method-assign]
     runner.step(5, 1, Mode.SAMPLED)
     assert seen[0].shape == (8, 97)
     assert seen[0].isfinite().all()
@@ -152,7 +152,9 @@ def step_of_nothing(state: DecodeState, kv_len: int, mode: Mode) -> None: ...
 def test_failed_capture_is_one_error_with_numbers_and_remedies() -> None:
     """Elsewhere, running out of memory in a capture ended in a trace that named neither the size nor a remedy."""
     _, cache, state = parts()
-    with pytest.raises(GraphError, match="2 rows, 512 KV positions, mode SAMPLED.* 5 MiB free.*out of memory") as raised:
+    with pytest.raises(
+        GraphError, match=r"2 rows, 512 KV positions, mode SAMPLED.* 5 MiB free.*out of memory"
+    ) as raised:
         make_runner(step_of_nothing, state, cache, "on", FakeBackend(fail_at=13))
     for remedy in ("max_batch_size", "max_seq_len", "graphs='off'"):
         assert remedy in str(raised.value)

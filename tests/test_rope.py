@@ -44,8 +44,10 @@ def build(rope: dict[str, Any] | None, theta: float = 500000.0, head_dim: int = 
         YARN,
         YARN | {"truncate": False},
         YARN | {"beta_fast": 8, "beta_slow": 2},
-        YARN | {"beta_fast": 4, "beta_slow": 4},  # the borders meet
-        YARN | {"original_max_position_embeddings": 64, "factor": 40.0},  # the borders leave the head
+        YARN | {"beta_fast": 4, "beta_slow": 4, "truncate": False},  # the borders meet
+        YARN | {"original_max_position_embeddings": 64, "factor": 40.0},  # the borders leave the head below
+        YARN | {"original_max_position_embeddings": 10**9, "beta_fast": 10**6},  # and above
+        YARN | {"original_max_position_embeddings": 5},  # both borders fall on the first pair
         YARN | {"mscale": 0.707, "mscale_all_dim": 1.0},
         YARN | {"mscale": 0.707},  # one alone is passed over
         YARN | {"mscale": 1.0, "mscale_all_dim": 0.0},

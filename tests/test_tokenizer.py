@@ -157,11 +157,21 @@ def test_added_tokens_beside_a_sentencepiece_model(tmp_path: Path) -> None:
 
 def test_older_added_tokens_file(tmp_path: Path) -> None:
     size = processor(sentencepiece(tmp_path)).vocab_size()
-    write_json(tmp_path / "added_tokens.json", {"<pad>": size, "<tool>": size + 1})
+    write_json(tmp_path / "added_tokens.json", {"<pad>": size, "<tool>": size + 1, "<turn>": size + 2})
     write_json(tmp_path / "special_tokens_map.json", {"pad_token": {"content": "<pad>"}})
+    write_json(tmp_path / "tokenizer_config.json", {"additional_special_tokens": [{"content": "<turn>"}]})
     tokenizer = Tokenizer.from_dir(tmp_path)
-    assert tokenizer.encode("<pad><tool>", False) == [size, size + 1]
-    assert tokenizer.decode([size, size + 1]) == "<tool>"
+    assert tokenizer.encode("<pad><tool><turn>", False) == [size, size + 1, size + 2]
+    assert tokenizer.decode([size, size + 1, size + 2]) == "<tool>"
+
+
+def test_end_mark_that_is_a_piece(tmp_path: Path) -> None:
+    """A sentencepiece file may hold the end of a turn as a piece like any other; the config says what it is."""
+    folder = sentencepiece(tmp_path, trainer={"user_defined_symbols": ["<|im_end|>"]}, eos_token="<|im_end|>")
+    ours, theirs = Tokenizer.from_dir(folder), transformers_tokenizer(folder)
+    assert ours.eos_token_id == processor(folder).piece_to_id("<|im_end|>")
+    assert ours.encode("fox<|im_end|>fox", False) == theirs.encode("fox<|im_end|>fox", add_special_tokens=False)
+    assert ours.decode([ours.eos_token_id]) == ""
 
 
 def test_space_in_front_of_stretches(tmp_path: Path) -> None:
@@ -209,6 +219,7 @@ def test_no_eos_behind_a_prompt(tmp_path: Path) -> None:
     marks = [("<s>", 1), ("</s>", 2)]
     backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=marks)
     assert Tokenizer.from_dir(save(tmp_path, backend, add_eos_token=True)).encode("fox")[-1] != 2
+    assert Tokenizer.from_dir(save(tmp_path, backend, eos_token=None)).encode("fox").count(2) == 0
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=marks)
     ids = Tokenizer.from_dir(save(tmp_path, backend)).encode("fox")
     assert 1 not in ids
@@ -231,6 +242,15 @@ def test_named_token_that_is_not_yet_an_added_one(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(tmp_path)
     assert tokenizer.encode("a</s>")[-1] == tokenizer.eos_token_id == 2
     assert tokenizer.decode([2]) == ""
+
+
+def test_end_mark_that_the_file_takes_for_text(tmp_path: Path) -> None:
+    """Fault: tokenizer.json lists the end mark as not special, and it shows at the end of every answer."""
+    content = json.loads((byte_level(tmp_path) / "tokenizer.json").read_text(encoding="utf-8"))
+    content["added_tokens"] = [{**token, "special": False} for token in content["added_tokens"]]
+    write_json(tmp_path / "tokenizer.json", content)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("<s>a<tool></s>")) == "a<tool>"
 
 
 def test_truncation_and_padding_in_the_file_are_off(tmp_path: Path) -> None:
@@ -261,6 +281,16 @@ def test_ids_out_of_range(folder: Path) -> None:
     for bad_ids in ([-1], [1.0], ["a"], "abc", 7, None, [None]):
         with pytest.raises(TokenizerError):
             tokenizer.decode(bad_ids)
+
+
+def test_ids_with_holes(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    backend = Backend(models.WordLevel({"<unk>": 0, "a": 1, "b": 5}, unk_token="<unk>"))
+    tokenizer = Tokenizer.from_dir(save(tmp_path, backend, bos_token=None, eos_token=None))
+    assert tokenizer.vocab_size == 6
+    assert tokenizer.decode([1, 3, 5]) == "a b"
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udc80", None, b"bytes", 5, ["a"]])

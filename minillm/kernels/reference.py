@@ -18,8 +18,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from ..weights import LayerWeights
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All of SDPA but cuDNN, which builds a plan for every new length: half a second for each new length of prompt."""
 
 Attend = Callable[[Tensor, Tensor], Tensor]
 """(q [N, heads, head_dim], one layer of the cache [2, rows, kv_heads, slots, head_dim]) -> [N, heads * head_dim]"""
@@ -85,7 +90,8 @@ def row_attention(positions: Tensor, kv_len: int) -> Attend:
         n, kv_heads = q.shape[0], kv.shape[2]
         k, v = kv[:, :n, :, :kv_len]  # each [n, kv_heads, kv_len, head_dim]
         grouped = q.unflatten(1, (kv_heads, -1))  # [n, kv_heads, heads / kv_heads, head_dim]
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(n, -1)
+        with sdpa_kernel(BACKENDS):
+            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(n, -1)
 
     return attend
 
@@ -101,11 +107,10 @@ def chunk_attention(row: int, start: int) -> Attend:
         length, kv_len = q.shape[0], start + q.shape[0]
         k, v = kv[:, row, None, :, :kv_len]  # each [1, kv_heads, kv_len, head_dim]
         query = q.transpose(0, 1)[None]  # [1, heads, T, head_dim]
-        if start == 0:
-            out = F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True)
-        else:  # is_causal would align the mask top-left and hide what stands before the chunk
-            mask = torch.ones(length, kv_len, dtype=torch.bool, device=q.device).tril_(start)
-            out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+        # is_causal would align the triangle top-left, and hide what stands before the chunk
+        mask = causal_lower_right(length, kv_len) if start else None
+        with sdpa_kernel(BACKENDS):
+            out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=start == 0, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(length, -1)
 
     return attend

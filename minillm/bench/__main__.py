@@ -1,0 +1,167 @@
+"""The command line, `python -m minillm.bench decode|serve|pool`; the package says what they measure."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..command import Parser, leave, run, write
+from ..errors import ConfigError, MemoryLimitError
+from .shapes import SHAPES
+
+if TYPE_CHECKING:
+    from .report import Report
+
+PEERS = ("eager", "compile")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """Whole numbers of at least 1, as in 1,2,4; each once."""
+    return list(dict.fromkeys(positive(part) for part in text.split(",")))
+
+
+def peer_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in (*PEERS, "auto")]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(PEERS)} and auto, not {unknown[0]!r}")
+    return names
+
+
+def build_parser() -> Parser:
+    parser = Parser("minillm.bench", "Measure decode steps beside their floor, serving, or the memory of the graphs.")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="decode|serve|pool", prog="minillm.bench")
+    about = {
+        "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
+        "serve": "latency and requests/s of batches of mixed sizes: eager, graphs, graphs with one memory pool",
+        "pool": "memory of the graphs: one pool largest first, smallest first, a pool for each graph",
+    }
+    for name, text in about.items():
+        bench = benches.add_parser(name, description=text[0].upper() + text[1:] + ".", help=text)
+        _add_common(bench)
+        {"decode": _add_decode, "serve": _add_serve, "pool": _add_pool}[name](bench)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--shape", choices=SHAPES, metavar="NAME", help=f"random weights of: {', '.join(SHAPES)}")
+    model.add_argument("--model", metavar="MODEL", help="directory, .gguf file, or hub id org/name")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto, the GPU if there is one)")
+    add("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto: float32 on a CPU)")
+    add("--threads", type=positive, metavar="N", help="CPU threads of PyTorch (default: its own choice)")
+    add(
+        "--ops",
+        choices=("auto", "plain", "fused"),
+        default="auto",
+        help="operations of a step: plain PyTorch or fused kernels (default: auto: decode takes both where they run, "
+        "serve and pool what LLM takes)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write everything, raw samples included, to this file")
+    add("--plot", type=Path, metavar="FILE.png", help="also draw it (needs matplotlib, the extra `plot`)")
+
+
+def _add_decode(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--batch", type=positives, default=[1], metavar="N,...", help="rows, one or several (default: 1)")
+    add("--prompt", type=positives, default=[512], metavar="N,...", help="tokens of the prompts (default: 512)")
+    add("--cache", type=positives, default=[1024], metavar="N,...", help="tokens of the cache (default: 1024)")
+    add("--steps", type=positive, default=200, metavar="N", help="decode steps of a run (default: %(default)s)")
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each mode, in turns (default: %(default)s)")
+    _add_temperature(parser)
+    add(
+        "--peers",
+        type=peer_names,
+        default=["auto"],
+        metavar="LIST",
+        help="transformers beside it, of eager,compile (default: auto: what is installed and runs here)",
+    )
+    add("--no-peers", dest="peers", action="store_const", const=[], help="minillm alone")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_sizes(parser)
+    add("--requests", type=positive, default=512, metavar="N", help="batches to serve (default: %(default)s)")
+    add("--prompt", type=positive, default=512, metavar="N", help="positions are below this (default: %(default)s)")
+    add("--steps", type=positive, default=8, metavar="N", help="decode steps of a request (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="S", help="of the sizes and positions (default: %(default)s)")
+    _add_temperature(parser)
+
+
+def _add_pool(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser)
+    parser.add_argument("--layout", help=argparse.SUPPRESS)  # measure this one alone, in this process
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-batch", type=positive, default=32, metavar="N", help="largest batch (default: %(default)s)")
+    add("--cache", type=positive, default=1024, metavar="N", help="tokens of the cache (default: %(default)s)")
+
+
+def _add_temperature(parser: argparse.ArgumentParser) -> None:
+    help_text = "0 takes the most likely token, above 0 draws (default: 0)"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=help_text)
+
+
+def bench(arguments: Sequence[str]) -> int:
+    options = build_parser().parse_args(arguments)
+
+    import torch
+
+    from .report import check_outputs
+
+    check_outputs(options.json, options.plot)
+    if options.bench != "decode" and not (torch.cuda.is_available() and options.device.startswith(("auto", "cuda"))):
+        raise ConfigError(f"{options.bench} measures CUDA graphs and needs a GPU: run it on one, or run decode")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        report = _measure(options, arguments)
+    except torch.OutOfMemoryError as error:
+        raise MemoryLimitError(f"out of memory: use smaller batches or caches, or --no-peers ({error})") from error
+    if report is None:
+        return 0
+    write(report.text())
+    if options.json is not None:
+        report.write_json(options.json)
+    if options.plot is not None:
+        report.plot(options.plot)
+    return 0
+
+
+def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report | None":
+    if options.bench == "decode":
+        from .decode import decode
+
+        return decode(options, arguments)
+    if options.bench == "serve":
+        from .serve import serve
+
+        return serve(options, arguments)
+    from .pool import measure_layout, pool
+
+    if options.layout is None:
+        return pool(options, arguments)
+    write(json.dumps(measure_layout(options)) + "\n")
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status that `command.py` lists."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return run(lambda: bench(given))
+
+
+if __name__ == "__main__":
+    leave(main())

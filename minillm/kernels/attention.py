@@ -1,0 +1,202 @@
+"""Attention of one new token a row over that row of the cache, split over the length of the past.
+
+A row has one query, so one program a head would leave most of the GPU idle and read a long past slowly. The past is
+cut into splits instead, each a program of its own (Flash-Decoding: Dao et al. 2023). A split keeps the running maximum
+m, the sum l of exp(score - m) and the weighted sum of V, as online softmax does (Milakov and Gimelshein 2018,
+arXiv:1805.02867), and the last split to arrive combines them.
+
+The length is `positions + 1`, read on the device, because a CUDA Graph freezes the grid but not the memory: the grid
+has a fixed number of splits, of which as many work as there are tiles of `BT` tokens, up to all of them.
+
+Two ways to work on a split, chosen by the length:
+
+- short: one program a query head, plain float32 products. The heads that share K and V each read them, the later ones
+  from the L2 cache. That is many small programs, and at short lengths time is latency, not bytes. The first tile is
+  requested before the wait (`sync.py`): all but the newest token was written by earlier steps.
+- long: one program for all query heads that share K and V, which are read once; products on tensor cores, whose tiles
+  have 16 rows at least, so that spare ones are zero. The splits are as many times finer as a group has heads.
+
+What may be read before the wait: `positions`, and the cache up to them. Both were written before an ordinary kernel
+(one without PDL) that this step has behind it, such as the gather of the embeddings, and ordinary kernels are fences.
+"""
+
+import triton
+import triton.language as tl
+
+from .sync import allow_next, last_to_arrive, wait_for_previous
+
+# mypy: ignore-errors
+
+NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that no difference of two is NaN
+
+
+@triton.jit
+def attention_kernel(
+    q, k_cache, v_cache, positions, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
+    BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
+
+    q, out: [rows, heads, D]; k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows].
+    Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
+    [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
+    of two above SPLITS and up to SPLITS * GROUP. LONG equal to SPLITS leaves it out; then long_from is out of reach.
+    """
+    allow_next(PDL)
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = head // GROUP
+    length = tl.load(positions + row).to(tl.int32) + 1
+    start = (row * kv_heads + kv_head).to(tl.int64) * S * D
+    at = row * heads + head
+    if length < long_from:
+        short_way(
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at, split, length, scale,
+            D, DP, SPLITS, LONG, BT, PDL,
+        )  # fmt: skip
+    elif LONG > SPLITS:
+        long_way(
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at - head % GROUP,
+            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def short_way(
+    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of one query head, which is number `at` of all heads of all rows."""
+    tokens, splits = share(length, SPLITS, BT)
+    first, line = split * tokens, at * LONG
+    one_head(
+        q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
+        out + at * D, length, first, tl.minimum(first + tokens, length), splits, scale, D, DP, BT, PDL,
+    )  # fmt: skip
+    if (splits > 1) & (split < splits):  # noqa: SIM102, `and` would count programs in that take no part
+        if last_to_arrive(counters + at, splits):
+            merge(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, SPLITS)
+
+
+@triton.jit
+def long_way(
+    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of the GROUP query heads from number `at` on."""
+    wait_for_previous(PDL)
+    tokens, splits = share(length, LONG, BT)
+    first, line = split * tokens, at * LONG
+    if split < splits:
+        one_group(
+            q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
+            first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT,
+        )  # fmt: skip
+        if last_to_arrive(counters + at, splits):
+            for g in range(GROUP):
+                here = line + g * LONG
+                merge(parts + here * D, maxima + here, sums + here, out + (at + g) * D, splits, D, DP, LONG)
+
+
+@triton.jit
+def share(length, SPLITS: tl.constexpr, BT: tl.constexpr):
+    """(tokens a split, in whole tiles; how many splits have any)."""
+    tokens = tl.cdiv(tl.cdiv(length, BT), SPLITS) * BT
+    return tokens, tl.cdiv(length, tokens)
+
+
+@triton.jit
+def one_head(
+    q, k_head, v_head, part, maximum, total, out, length, first, end, splits, scale,
+    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tokens first .. end - 1 for one query head. Waits for the previous kernel, also when there is no token.
+
+    The only split of a short row writes its result at once; else the parts are stored for the merge.
+    """
+    d = tl.arange(0, DP)
+    wide = d < D
+    t = first + tl.arange(0, BT)
+    tile = t[:, None] * D + d[None, :]
+    newest = length - 1
+    past = ((t < end) & (t < newest))[:, None] & wide[None, :]
+    k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
+    v = tl.load(v_head + tile, mask=past, other=0.0)
+    wait_for_previous(PDL)
+    if first < end:
+        query = tl.load(q + d, mask=wide, other=0.0).to(tl.float32) * scale
+        new = (t == newest)[:, None]
+        k = tl.where(new, tl.load(k_head + newest * D + d, mask=wide, other=0.0)[None, :], k)
+        v = tl.where(new, tl.load(v_head + newest * D + d, mask=wide, other=0.0)[None, :], v)
+        score = tl.where(t < end, tl.sum(k.to(tl.float32) * query[None, :], 1), NEVER)
+        m = tl.max(score, 0)
+        p = tl.exp(score - m)  # 0 for NEVER: first < end, so that m is a real score
+        l = tl.sum(p, 0)  # noqa: E741
+        acc = tl.sum(p[:, None] * v.to(tl.float32), 0)  # [DP]
+        for t0 in range(first + BT, end, BT):
+            t = t0 + tl.arange(0, BT)
+            tile = t[:, None] * D + d[None, :]
+            inside = (t < end)[:, None] & wide[None, :]
+            k = tl.load(k_head + tile, mask=inside, other=0.0)
+            v = tl.load(v_head + tile, mask=inside, other=0.0)
+            score = tl.where(t < end, tl.sum(k.to(tl.float32) * query[None, :], 1), NEVER)
+            higher = tl.maximum(m, tl.max(score, 0))
+            p = tl.exp(score - higher)
+            shrink = tl.exp(m - higher)
+            l = l * shrink + tl.sum(p, 0)  # noqa: E741
+            acc = acc * shrink + tl.sum(p[:, None] * v.to(tl.float32), 0)
+            m = higher
+        if splits == 1:
+            tl.store(out + d, (acc / l).to(out.dtype.element_ty), mask=wide)
+        else:
+            tl.store(part + d, acc, mask=wide)
+            tl.store(maximum, m)
+            tl.store(total, l)
+
+
+@triton.jit
+def one_group(
+    q, k_head, v_head, part, maximum, total, first, end, scale,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart."""
+    d = tl.arange(0, DP)
+    g = tl.arange(0, GP)
+    wide = d < D
+    real = (g < GROUP)[:, None] & wide[None, :]
+    query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
+    m = tl.full((GP,), NEVER, tl.float32)
+    l = tl.zeros((GP,), tl.float32)  # noqa: E741
+    acc = tl.zeros((GP, DP), tl.float32)
+    for t0 in tl.range(first, end, BT, num_stages=1):
+        t = t0 + tl.arange(0, BT)
+        tile = t[:, None] * D + d[None, :]
+        inside = (t < end)[:, None] & wide[None, :]
+        k = tl.load(k_head + tile, mask=inside, other=0.0)  # [BT, DP]
+        v = tl.load(v_head + tile, mask=inside, other=0.0)
+        score = tl.where((t < end)[None, :], tl.dot(query, tl.trans(k)) * scale, NEVER)  # [GP, BT]
+        higher = tl.maximum(m, tl.max(score, 1))
+        p = tl.exp(score - higher[:, None])
+        shrink = tl.exp(m - higher)
+        l = l * shrink + tl.sum(p, 1)  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        m = higher
+    tl.store(part + g[:, None] * (LONG * D) + d[None, :], acc, mask=real)
+    tl.store(maximum + g * LONG, m, mask=g < GROUP)
+    tl.store(total + g * LONG, l, mask=g < GROUP)
+
+
+@triton.jit
+def merge(parts, maxima, sums, out, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
+    """The weighted mean of the splits of one head; what stands beyond `splits` is never read."""
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, DP)
+    there = s < splits
+    m = tl.load(maxima + s, mask=there, other=NEVER, cache_modifier=".cg")
+    l = tl.load(sums + s, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
+    inside = there[:, None] & (d < D)[None, :]
+    part = tl.load(parts + s[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    weight = tl.exp(m - tl.max(m, 0))
+    result = tl.sum(part * weight[:, None], 0) / tl.sum(l * weight, 0)
+    tl.store(out + d, result.to(out.dtype.element_ty), mask=d < D)

@@ -1,0 +1,223 @@
+"""The projections, and their product for 1 to 4 rows of activations: four fifths and more of a decode step's time.
+
+With so few rows every weight is used once or a few times, so the product is as fast as the weights can be read, and
+no faster. The shape of these kernels follows from that:
+
+- One program owns `BN` whole rows of the matrix. They lie in memory one after the other, and no sum crosses programs.
+- It reads them in tiles of BN x BK with 16-byte loads, straight into registers; the next tile is always on its way,
+  and the first is requested before the wait for the kernel before (`sync.py`). `evict_first` keeps weights, which are
+  not needed again in this step, from pushing activations out of the L2 cache.
+- Products and sums are plain float32. Tensor cores would need the weights in another layout and gain nothing.
+- RMSNorm rides along: y = W (g * x) * scale, where the scale is one number a row, so it is computed beside the product
+  and multiplied at its end. Every program computes it again; that costs less than a kernel of its own.
+- What follows a projection happens in its epilogue, on numbers that are still in registers: rotation and the write to
+  the cache after q, k, v; SiLU(gate) * up; the residual addition.
+
+Names: M rows of activations, of which n are real; N rows and K columns of the matrix. Rows beyond n or N are clamped to
+the last one, computed again, and not stored. The same kernels serve 5 to 32 rows, with the product of `gemm.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from .gemm import dot_rows_wide
+from .sync import allow_next, wait_for_previous
+
+# mypy: ignore-errors
+
+
+@triton.jit
+def weight_pointers(w, first, N, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Pointers to the first tile of rows first .. first + BN - 1: [1, BN, BK]."""
+    rows = tl.minimum(first + tl.arange(0, BN), N - 1)[None, :, None]
+    return w + rows.to(tl.int64) * K + tl.arange(0, BK)[None, None, :]
+
+
+@triton.jit
+def load_tile(pointers, tile: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, policy: tl.constexpr):
+    """One tile along K of pointers [.., .., BK]; zero beyond K."""
+    if (tile + 1) * BK <= K:
+        value = tl.load(pointers + tile * BK, eviction_policy=policy)
+    else:
+        inside = (tile * BK + tl.arange(0, BK) < K)[None, None, :]
+        value = tl.load(pointers + tile * BK, mask=inside, other=0.0, eviction_policy=policy)
+    return value
+
+
+@triton.jit
+def fold(t, A: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
+    """Sum neighbours by eight, [A, B, BK] -> [A, B, BK / 8]: within a thread, because a 16-byte load brought them."""
+    return tl.sum(tl.reshape(t, (A, B, BK // 8, 8)), 3)
+
+
+@triton.jit
+def dot_rows(wt, wp, x, gain, n, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """x[m] . w[row] for M rows of activations and BN rows of weights, float32 [M, BN]; RMSNorm of x if gain is given.
+
+    Args:
+        wt: the first tile of weights, already loaded. wp: the pointers that it was loaded from.
+        x: [n, K]. gain: [K] or None.
+    """
+    TILES: tl.constexpr = (K + BK - 1) // BK
+    k = tl.arange(0, BK)[None, None, :]
+    xp = x + tl.minimum(tl.arange(0, M), n - 1)[:, None, None] * K + k  # [M, 1, BK]
+    for i in tl.static_range(TILES):
+        if i + 1 < TILES:
+            following = load_tile(wp, i + 1, K, BK, "evict_first")
+        xt = load_tile(xp, i, K, BK, "").to(tl.float32)
+        if gain is not None:
+            squares = fold(xt * xt, M, 1, BK)
+            total = squares if i == 0 else total + squares  # noqa: F821, i is known when this is compiled
+            xt *= load_tile(gain + k, i, K, BK, "").to(tl.float32)
+        products = fold(wt.to(tl.float32) * xt, M, BN, BK)
+        acc = products if i == 0 else acc + products  # noqa: F821
+        if i + 1 < TILES:
+            wt = following
+    y = tl.sum(acc, 2)
+    if gain is not None:
+        y *= tl.rsqrt(tl.sum(total, 2) / K + eps)  # [M, 1]
+    return y
+
+
+@triton.jit
+def product(
+    wt, wp, w, x, gain, first, n, N, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more."""
+    if M <= 4:
+        y = dot_rows(wt, wp, x, gain, n, eps, K, M, BN, BK)
+    else:
+        y = dot_rows_wide(tl.reshape(wt, (BN, BK)), w, x, gain, first, n, N, eps, K, M, BN, BK)
+    return y
+
+
+@triton.jit(do_not_specialize=["n"])
+def linear_kernel(
+    x, w, gain, bias, residual, out, n, N, eps,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N]; gain, bias, residual or None."""
+    allow_next(PDL)
+    first = tl.program_id(0) * BN
+    wp = weight_pointers(w, first, N, K, BN, BK)
+    wt = load_tile(wp, 0, K, BK, "evict_first")
+    wait_for_previous(PDL)
+    column = (first + tl.arange(0, BN))[None, :]
+    m = tl.arange(0, M)[:, None]
+    inside = (column < N) & (m < n)
+    if residual is not None:
+        added = tl.load(residual + m * N + column, mask=inside, other=0.0)
+    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+    if bias is not None:
+        y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
+    if residual is not None:
+        y += added.to(tl.float32)
+    tl.store(out + m * N + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def gate_up_kernel(
+    x, w, gain, bias, out, n, N, eps,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
+    allow_next(PDL)
+    first = tl.program_id(0) * BN
+    wp = weight_pointers(w, first, N, K, BN, BK)
+    wt = load_tile(wp, 0, K, BK, "evict_first")
+    wait_for_previous(PDL)
+    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+    if bias is not None:
+        row = first + tl.arange(0, BN)
+        y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(y, (M, BN // 2, 2)))  # each [M, BN / 2]
+    unit = (first // 2 + tl.arange(0, BN // 2))[None, :]
+    m = tl.arange(0, M)[:, None]
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + m * (N // 2) + unit, hidden.to(out.dtype.element_ty), mask=(unit < N // 2) & (m < n))
+
+
+@triton.jit(do_not_specialize=["n"])
+def qkv_rope_append_kernel(
+    x, w, gain, bias, rope, rows, slots, q, k_cache, v_cache, n, N, heads, kv_heads, S, eps,
+    K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
+
+    x [n, K]; w [N, K], rotary pairs in neighbouring rows; rope [n, D / 2, 2] float32, cos and sin; rows, slots [n];
+    q [n, heads, D]; k_cache and v_cache [rows, kv_heads, S, D]. BN divides D: the rows of a program are of one head.
+    """
+    allow_next(PDL)
+    first = tl.program_id(0) * BN
+    wp = weight_pointers(w, first, N, K, BN, BK)
+    wt = load_tile(wp, 0, K, BK, "evict_first")
+    wait_for_previous(PDL)
+    m = tl.arange(0, M)
+    real = m < n
+    row = tl.load(rows + m, mask=real, other=0)
+    slot = tl.load(slots + m, mask=real, other=0)
+    pair = (first % D) // 2 + tl.arange(0, BN // 2)
+    turn = rope + m[:, None] * D + 2 * pair[None, :]
+    cos = tl.load(turn, mask=real[:, None], other=1.0)
+    sin = tl.load(turn + 1, mask=real[:, None], other=0.0)
+
+    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+    if bias is not None:
+        y += tl.load(bias + first + tl.arange(0, BN)).to(tl.float32)[None, :]
+    head = first // D
+    rotates = head < heads + kv_heads
+    cos = tl.where(rotates, cos, 1.0)
+    sin = tl.where(rotates, sin, 0.0)
+    a, b = tl.split(tl.reshape(y, (M, BN // 2, 2)))  # each [M, BN / 2]
+    y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (M, BN)).to(q.dtype.element_ty)
+
+    d = (first % D + tl.arange(0, BN))[None, :]
+    if head < heads:
+        tl.store(q + (m[:, None] * heads + head) * D + d, y, mask=real[:, None])
+    elif rotates:
+        line = (row * kv_heads + head - heads) * S + slot  # int64, as rows and slots are
+        tl.store(k_cache + line[:, None] * D + d, y, mask=real[:, None])
+    else:
+        line = (row * kv_heads + head - heads - kv_heads) * S + slot
+        tl.store(v_cache + line[:, None] * D + d, y, mask=real[:, None])
+
+
+@triton.jit
+def norm_rope_append_kernel(
+    y, q_norm, k_norm, rope, rows, slots, q, k_cache, v_cache, heads, kv_heads, S, eps,
+    D: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The second half of `qkv_rope_append_kernel` for models that normalise each head of q and k before the rotation.
+
+    The norm needs a whole head, which is more than the rows that one program of a projection owns: so here one program
+    takes one head of one token. y [n, heads + 2 * kv_heads, D]; HALF: D / 2 rounded up to a power of two.
+    """
+    allow_next(PDL)
+    head, m = tl.program_id(0), tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    inside = pair < D // 2
+    rotates = head < heads + kv_heads
+    gain = k_norm
+    if head < heads:
+        gain = q_norm
+    gain_a = tl.load(gain + 2 * pair, mask=inside, other=0.0).to(tl.float32)
+    gain_b = tl.load(gain + 2 * pair + 1, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    source = y + (m * (heads + 2 * kv_heads) + head) * D + 2 * pair
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
+    if rotates:
+        cos = tl.load(rope + m * D + 2 * pair, mask=inside, other=1.0)
+        sin = tl.load(rope + m * D + 2 * pair + 1, mask=inside, other=0.0)
+        scale = tl.rsqrt(tl.sum(a * a + b * b, 0) / D + eps)
+        normal_a, normal_b = a * gain_a * scale, b * gain_b * scale
+        a = normal_a * cos - normal_b * sin
+        b = normal_b * cos + normal_a * sin
+    line = (tl.load(rows + m) * kv_heads + (head - heads) % kv_heads) * S + tl.load(slots + m)
+    target = v_cache + line * D
+    if head < heads:
+        target = q + (m * heads + head).to(tl.int64) * D
+    elif rotates:
+        target = k_cache + line * D
+    tl.store(target + 2 * pair, a.to(q.dtype.element_ty), mask=inside)
+    tl.store(target + 2 * pair + 1, b.to(q.dtype.element_ty), mask=inside)

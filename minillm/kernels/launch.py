@@ -1,0 +1,84 @@
+"""Which launch shape a kernel gets: from the table of measured shapes, or else by rule.
+
+Nothing is tuned while a model runs: the same model on the same GPU always runs the same kernels, and starts fast.
+A shape is a choice of speed alone; every shape gives right results.
+"""
+
+from typing import NamedTuple
+
+from . import table
+
+LONG_FROM = 4096
+"""From this length on, attention reads K and V once for all query heads that share them (`attention.py`)."""
+
+
+class Tile(NamedTuple):
+    """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+class Splits(NamedTuple):
+    """How the past is cut: up to `number` programs a head, each in tiles of `tokens` tokens."""
+
+    number: int
+    tokens: int
+    warps: int
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def row_bucket(n: int) -> int:
+    """The rows of activations that kernels are compiled for: 1, 2 and 4, then 16 and 32, the sizes of tensor cores."""
+    return power_of_two(n) if n <= 4 else max(16, power_of_two(n))
+
+
+def tile(columns: int, rows: int, m: int, unit: int = 0) -> Tile:
+    """The tile for a matrix of `rows` x `columns` and m rows of activations, one of `row_bucket`.
+
+    Args:
+        unit: a program's rows must divide this (head_dim, where a program must stay within a head); 0 is no limit.
+    """
+    known = table.TILES.get((columns, rows, m))
+    shape = Tile(*known) if known is not None else _tile_by_rule(columns, m)
+    while unit % shape.rows:
+        shape = shape._replace(rows=shape.rows // 2)
+    return shape
+
+
+def _tile_by_rule(columns: int, m: int) -> Tile:
+    """Few wide tiles. A masked last tile wastes the lanes beyond the end, but no bytes: each tile is counted like a
+    fifth more of the work. 16 KB of weights a tile, 128 bytes a thread; for 4 rows of activations, half of that.
+    On tensor cores, tiles small enough that several are on their way at once."""
+    if m > 4:
+        return Tile(32, min(128, power_of_two(columns)), 4)
+    width = min(power_of_two(columns), 2048)
+    choices = [width >> shift for shift in range(3) if width >> shift >= 16] or [16]
+
+    def cost(choice: int) -> float:
+        tiles = -(-columns // choice)
+        return tiles * choice * (1 + 0.2 * tiles)
+
+    best = min(choices, key=cost)  # of equals the widest, which comes first
+    elements = 16384 if columns >= 4096 else 8192  # more rows a program where activations are long
+    elements = elements // 2 if m == 4 else elements
+    rows = max(2, min(16, elements // best))
+    return Tile(rows, best, max(1, min(8, rows * best // 2048)))
+
+
+def splits(heads: int, kv_heads: int, head_dim: int) -> Splits:
+    """How attention is split. `number` is a power of two up to 32."""
+    known = table.ATTENTION.get((heads, kv_heads, head_dim))
+    if known is not None:
+        return Splits(*known)
+    return Splits(16 if heads <= 32 else 8, 64 if head_dim <= 128 else 32, 4)
+
+
+def long_splits(number: int, group: int) -> int:
+    """How many splits a group of query heads gets: a power of two up to 64 and to the programs there are."""
+    return max(number, min(64, 1 << ((number * group).bit_length() - 1)))

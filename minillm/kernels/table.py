@@ -1,0 +1,26 @@
+"""Launch shapes that were measured, in whole decode steps: written by `examples/tune_kernels.py`, not by hand.
+
+What is not in here gets a shape by the rules of `launch.py`.
+"""
+
+MEASURED_ON = "NVIDIA H200, torch 2.11, Triton 3.6"
+
+TILES: dict[tuple[int, int, int], tuple[int, int, int]] = {
+    # (columns K, rows N of the matrix, rows of activations): (rows a program, columns a tile, warps)
+    (2048, 2048, 1): (4, 2048, 4),
+    (2048, 3072, 1): (8, 2048, 4),
+    (2048, 16384, 1): (4, 2048, 4),
+    (2048, 128256, 1): (2, 2048, 4),
+    (4096, 4096, 1): (8, 4096, 8),
+    (4096, 6144, 1): (4, 4096, 4),
+    (4096, 28672, 1): (4, 4096, 8),
+    (4096, 128256, 1): (8, 4096, 8),
+    (8192, 2048, 1): (4, 8192, 8),
+    (14336, 4096, 1): (4, 2048, 8),
+}
+
+ATTENTION: dict[tuple[int, int, int], tuple[int, int, int]] = {
+    # (query heads, kv heads, head_dim): (splits, tokens a tile, warps)
+    (32, 8, 64): (8, 128, 4),
+    (32, 8, 128): (16, 64, 4),
+}

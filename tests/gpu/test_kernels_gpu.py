@@ -1,0 +1,223 @@
+"""The fused kernels on a GPU, at real sizes: each against its definition in float64, and the same bits every time."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import kernel_cases as cases
+
+from minillm.config import ModelConfig
+from minillm.kernels import launch
+from minillm.kernels.fused import FusedOps
+from minillm.sampling import Mode, SamplingParams
+from minillm.state import DecodeState
+from minillm.step import sample_and_advance
+from minillm.weights import allocate, randomise
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA, BF16, FP16, EPS = torch.device("cuda"), torch.bfloat16, torch.float16, 1e-5
+
+SHAPES = {
+    "SmolLM2-135M": (576, 1536, 9, 3, 64, {}),
+    "Llama-3.2-1B": (2048, 8192, 32, 8, 64, {}),
+    "Llama-2-7B": (4096, 11008, 32, 32, 128, {}),
+    "Llama-3.1-8B": (4096, 14336, 32, 8, 128, {}),
+    "Phi-like-96": (3072, 8192, 32, 32, 96, {}),
+    "head-dim-80": (2560, 6912, 32, 8, 80, {}),
+    "head-dim-256": (2048, 16384, 8, 1, 256, {}),
+    "Qwen2.5-0.5B": (896, 4864, 14, 2, 64, {"model_type": "qwen2"}),
+    "Qwen3-0.6B": (1024, 3072, 16, 8, 128, {"model_type": "qwen3"}),
+}
+
+
+def config(name: str, **changes: object) -> ModelConfig:
+    hidden, inter, heads, kv_heads, head_dim, more = SHAPES[name]
+    sizes = {"hidden_size": hidden, "intermediate_size": inter, "head_dim": head_dim, "vocab_size": 2003}
+    return cases.config(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, **more, **changes)
+
+
+def angles_of(n: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(n, head_dim // 2, device=CUDA) * 6
+    return angles, torch.polar(torch.ones_like(angles), angles)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(1, BF16), (2, FP16), (3, BF16), (4, BF16), (5, BF16), (16, FP16), (32, BF16)]
+)
+def test_projections(name: str, n: int, dtype: torch.dtype) -> None:
+    """Operations 1, 3, 4, 5 and the logits, with poisoned outputs and cache."""
+    cfg = config(name)
+    ops, layer = FusedOps(cfg, 32, 300, CUDA, dtype), cases.random_layer(cfg, 1, CUDA, dtype)
+    x = cases.random(2, CUDA, dtype, n, cfg.hidden_size)
+    y = cases.random(3, CUDA, dtype, n, layer.o.shape[1])
+    head = cases.random(4, CUDA, dtype, cfg.vocab_size, cfg.hidden_size, scale=cfg.hidden_size**-0.5)
+    angles, rope = angles_of(n, cfg.head_dim)
+    kv = torch.full((2, 32, cfg.num_key_value_heads, 301, cfg.head_dim), torch.nan, device=CUDA, dtype=dtype)
+    rows, slots = torch.arange(n, device=CUDA), torch.tensor([299, 0, 7, 300] * 8, device=CUDA)[:n]
+    with cases.poisoned_outputs():
+        q = ops.qkv_rope_append(x, layer, rope, EPS, kv, rows, slots, cfg.head_dim)
+        residual = ops.linear_residual(y, layer.o, layer.o_bias, x)
+        hidden = ops.gate_up_silu(x, layer, EPS)
+        down = ops.linear_residual(hidden, layer.down, layer.down_bias, x)
+        logits = ops.norm_logits(x, layer.post_norm, head, EPS)
+    cases.assert_close(residual, cases.linear_residual(y, layer.o, layer.o_bias, x))
+    cases.assert_close(down, cases.linear_residual(hidden, layer.down, layer.down_bias, x))
+    heads = cfg.num_attention_heads, cfg.num_key_value_heads
+    normalised = [
+        (hidden, cases.gate_up_silu(x, layer, EPS)),
+        (logits, cases.linear(cases.rms_norm(x, layer.post_norm, EPS), head, None)),
+        *zip((q, *kv[:, rows, :, slots].unbind(1)), cases.qkv(x, layer, angles, EPS, *heads), strict=True),
+    ]
+    for got, want in normalised:
+        if n > 4 or (cfg.qk_norm and got.dim() == 3):  # what is multiplied or normalised was rounded once more before
+            error = (got.double() - want).abs().amax(-1)
+            assert (error <= 3 * torch.finfo(dtype).eps * want.abs().amax(-1)).all()
+        else:
+            cases.assert_close(got, want)
+    kv[:, rows, :, slots] = torch.nan
+    assert kv.isnan().all()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("long_from", [1, launch.LONG_FROM])
+def test_attention(name: str, dtype: torch.dtype, long_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, from one token to all; unread places of the cache and the scratch memory are NaN. The long way has its
+    probabilities in the dtype of the model, hence the wider bound."""
+    monkeypatch.setattr(launch, "LONG_FROM", long_from)
+    cfg, size = config(name), 5000
+    ops = FusedOps(cfg, 8, size, CUDA, dtype)
+    for scratch in (ops.parts, ops.maxima, ops.sums):
+        scratch.fill_(torch.nan)
+    positions = [0, 1, 63, 64, 511, 1024, 4095, size - 1]
+    q = cases.random(1, CUDA, dtype, len(positions), cfg.num_attention_heads, cfg.head_dim)
+    kv = cases.poisoned_cache(2, CUDA, dtype, 8, cfg.num_key_value_heads, size + 1, cfg.head_dim, positions)
+    with cases.poisoned_outputs():
+        got = ops.row_attention(torch.tensor(positions, device=CUDA), 0)(q, kv)
+    want = cases.attention(q, kv, positions)
+    if long_from == 1:
+        assert (got.double() - want).abs().max() < 2 * torch.finfo(dtype).eps * want.abs().max()
+    else:
+        assert (got[:-2].double() - want[:-2]).abs().max() < torch.finfo(dtype).eps * want.abs().max()
+        assert (got[-2:].double() - want[-2:]).abs().max() < 2 * torch.finfo(dtype).eps * want.abs().max()
+    assert not ops.head_counters.any()
+
+
+@pytest.mark.parametrize("vocab", [97, 32000, 128256, 151936])
+@pytest.mark.parametrize("n", [1, 3, 32])
+def test_greedy_finish(vocab: int, n: int) -> None:
+    torch.manual_seed(vocab + n)
+    ops = FusedOps(cases.config(vocab_size=vocab), n, 100, CUDA, BF16)
+    want, got = DecodeState.allocate(n, vocab, CUDA), DecodeState.allocate(n, vocab, CUDA)
+    for row in range(n):
+        want.admit(row, [1] * (row + 1), 3 + row % 3 * 40, [7, 9], SamplingParams(), row)
+    want.active[2::3] = False
+    logits = torch.randint(-9, 9, (n, vocab), device=CUDA).float()
+    logits[n // 2, vocab // 2] = torch.nan
+    got.restore(want.snapshot())
+    for _ in range(3):
+        ops.greedy_finish(logits, got)
+        sample_and_advance(logits, want, Mode.GREEDY)
+        for field, value in vars(want).items():
+            assert torch.equal(getattr(got, field), value), field
+
+
+class Step:
+    """Layers with everything that surrounds them in a decode step, on n rows at growing positions."""
+
+    def __init__(self, cfg: ModelConfig, n: int, start: int, dtype: torch.dtype = BF16) -> None:
+        torch.manual_seed(0)
+        self.cfg, self.n = cfg, n
+        self.weights = allocate(cfg, CUDA, dtype)
+        randomise(self.weights, cfg.hidden_size**-0.5)
+        self.ops = FusedOps(cfg, n, 2048, CUDA, dtype)
+        shape = (cfg.num_hidden_layers, 2, n, cfg.num_key_value_heads, 2049, cfg.head_dim)
+        self.kv = torch.randn(shape, device=CUDA, dtype=dtype)
+        self.first_kv = self.kv.clone()
+        self.state = DecodeState.allocate(n, cfg.vocab_size, CUDA)
+        for row in range(n):
+            self.state.admit(row, [5 + row] * (start + row), 2000, [], SamplingParams(), 0)
+        self.first_state = self.state.snapshot()
+        self.rope = torch.polar(torch.ones(2048, cfg.head_dim // 2), torch.rand(2048, cfg.head_dim // 2)).to(CUDA)
+        self.logits = torch.empty(n, cfg.vocab_size, device=CUDA)
+
+    def reset(self) -> None:
+        self.kv.copy_(self.first_kv)
+        self.state.restore(self.first_state)
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        state, ops, eps = self.state, self.ops, self.cfg.rms_norm_eps
+        positions = state.positions + 0
+        x, rope = self.weights.embed[state.tokens], self.rope[positions]
+        attend = ops.row_attention(positions, 2048)
+        for index, w in enumerate(self.weights.layers):
+            kv = self.kv[index]
+            q = ops.qkv_rope_append(x, w, rope, eps, kv, state.rows, positions, self.cfg.head_dim)
+            x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x)
+            x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x)
+        logits = ops.norm_logits(x, self.weights.norm, self.weights.lm_head, eps)
+        ops.greedy_finish(logits, state)
+        self.logits.copy_(logits)
+
+
+def eager_with_waits(step: Step, steps: int) -> list[Tensor]:
+    """Every kernel ends before the next is launched: no order is left to chance."""
+    run = step.ops._run
+
+    def run_and_wait(*args: object, **constants: int) -> None:
+        run(*args, **constants)  # type: ignore[arg-type]
+        torch.cuda.synchronize()
+
+    step.ops._run = run_and_wait  # type: ignore[method-assign]
+    step.reset()
+    seen = []
+    for _ in range(steps):
+        step()
+        seen.append(step.logits.clone())
+    step.ops._run = run  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Llama-3.2-1B", "Qwen3-0.6B", "head-dim-80"])
+@pytest.mark.parametrize("n", [1, 4, 8])
+def test_replays_equal_one_kernel_at_a_time(name: str, n: int) -> None:
+    """100 replays of a recorded step, all queued at once: the same bits as when every kernel is waited for.
+
+    Guards the order of kernels that overlap: reading before the wait what an earlier kernel of the same step writes, or
+    a program that ends without waiting, shows as bits that differ. Lengths cross the borders of tiles and splits.
+    """
+    step = Step(config(name, num_hidden_layers=6, vocab_size=32000), n, start=30)
+    wanted = eager_with_waits(step, 100)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        step.reset()
+        seen = []
+        for _ in range(100):
+            graph.replay()
+            seen.append(step.logits.clone())
+        torch.cuda.synchronize()
+        for index, (got, want) in enumerate(zip(seen, wanted, strict=True)):
+            assert torch.isfinite(want).all()
+            assert torch.equal(got, want), f"step {index} differs"
+
+
+def test_other_rows_change_nothing() -> None:
+    """The bits of a row do not depend on what the other rows of the step hold."""
+    step = Step(config("Llama-3.2-1B", num_hidden_layers=2), 4, start=100)
+    step()
+    alone = step.logits[1].clone()
+    step.reset()
+    step.state.tokens[torch.tensor([0, 2, 3], device=CUDA)] = 50
+    step.kv[:, :, [0, 2, 3]] *= 3
+    step()
+    assert torch.equal(step.logits[1], alone)
+    assert not torch.equal(step.logits[0], step.logits[1])

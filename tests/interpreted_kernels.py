@@ -1,0 +1,256 @@
+"""Each fused kernel against its definition in float64, through Triton's interpreter: no GPU needed.
+
+The interpreter must be on before triton is imported, in all of the process. So these tests are not collected with the
+others: test_kernels.py runs them in a process of their own. By hand:
+
+    TRITON_INTERPRET=1 pytest tests/interpreted_kernels.py
+"""
+
+import math
+
+import kernel_cases as cases
+import pytest
+import torch
+from torch import Tensor
+
+from minillm.kernels import launch, reference
+from minillm.kernels.fused import CHUNK, FusedOps
+from minillm.sampling import Mode, SamplingParams
+from minillm.state import DecodeState
+from minillm.step import sample_and_advance
+
+CPU, EPS, LENGTH = torch.device("cpu"), 1e-5, 150
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def assert_close(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:
+    """The interpreter casts to bfloat16 by cutting bits off, which errs by twice as much as rounding."""
+    cases.assert_close(got, want, roundings * (2 if got.dtype == BF16 else 1))
+
+
+def fused(cfg, dtype=BF16, splits=launch.Splits(4, 16, 4)) -> FusedOps:  # noqa: B008
+    """With few and small splits: the interpreter needs milliseconds for a program. Scratch is poisoned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "splits", lambda *_: splits)
+        ops = FusedOps(cfg, 4, LENGTH, CPU, dtype)
+    for scratch in (ops.parts, ops.maxima, ops.sums, ops.best):
+        scratch.fill_(math.nan)
+    return ops
+
+
+def assert_counters_reset(ops: FusedOps) -> None:
+    assert not ops.head_counters.any()
+    assert not ops.row_counters.any()
+
+
+# one tile; one masked tile; several tiles; several and the last masked; rows that fill no whole program
+@pytest.mark.parametrize("columns", [64, 576, 1536, 4096, 11008])
+@pytest.mark.parametrize(
+    ("n", "dtype", "biased"), [(1, BF16, False), (2, FP16, True), (3, BF16, True), (4, FP16, False)]
+)
+def test_linear_residual(columns: int, n: int, dtype: torch.dtype, biased: bool) -> None:
+    weight = cases.random(1, CPU, dtype, 22, columns, scale=columns**-0.5)
+    bias = cases.random(2, CPU, dtype, 22) if biased else None
+    y, x = cases.random(3, CPU, dtype, n, columns), cases.random(4, CPU, dtype, n, 22)
+    with cases.poisoned_outputs():
+        got = fused(cases.config()).linear_residual(y, weight, bias, x)
+    assert_close(got, cases.linear_residual(y, weight, bias, x))
+
+
+@pytest.mark.parametrize(("columns", "n"), [(64, 5), (576, 17), (1536, 32)])
+def test_tensor_cores(columns: int, n: int) -> None:
+    """From 5 rows on; float16, because the interpreter has no bfloat16 matrix product."""
+    weight = cases.random(1, CPU, FP16, 40, columns, scale=columns**-0.5)
+    y, x = cases.random(3, CPU, FP16, n, columns), cases.random(4, CPU, FP16, n, 40)
+    with cases.poisoned_outputs():
+        got = fused(cases.config()).linear_residual(y, weight, None, x)
+    assert_close(got, cases.linear_residual(y, weight, None, x))
+
+
+@pytest.mark.parametrize(("hidden", "n"), [(64, 16), (576, 6)])
+def test_tensor_cores_with_a_norm(hidden: int, n: int) -> None:
+    """The normalised activations are rounded to float16 before the product, hence the bound. They are large before."""
+    cfg = cases.config(hidden_size=hidden)
+    layer, x = cases.random_layer(cfg, 1, CPU, FP16), cases.random(2, CPU, FP16, n, hidden, scale=10000)
+    with cases.poisoned_outputs():
+        got = fused(cfg).gate_up_silu(x, layer, EPS)
+    want = cases.gate_up_silu(x, layer, EPS)
+    assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
+
+
+def test_more_rows_than_the_kernels_take() -> None:
+    """33 rows are left to the plain operations."""
+    weight, x = cases.random(1, CPU, BF16, 64, 64, scale=0.1), cases.random(2, CPU, BF16, 33, 64)
+    got = fused(cases.config()).linear_residual(x, weight, None, x)
+    assert torch.equal(got, reference.linear_residual(x, weight, None, x))
+
+
+@pytest.mark.parametrize(("hidden", "inter"), [(64, 48), (576, 33), (2560, 5)])
+@pytest.mark.parametrize(
+    ("n", "dtype", "biased"), [(1, FP16, True), (2, BF16, False), (3, FP16, False), (4, BF16, True)]
+)
+def test_gate_up_silu(hidden: int, inter: int, n: int, dtype: torch.dtype, biased: bool) -> None:
+    cfg = cases.config(hidden_size=hidden, intermediate_size=inter, mlp_bias=biased)
+    layer, x = cases.random_layer(cfg, 1, CPU, dtype), cases.random(2, CPU, dtype, n, hidden, scale=3)
+    with cases.poisoned_outputs():
+        got = fused(cfg).gate_up_silu(x, layer, EPS)
+    assert_close(got, cases.gate_up_silu(x, layer, EPS))
+
+
+def test_a_norm_of_large_numbers_does_not_overflow() -> None:
+    """In float16 the square of a number above 256 is infinite, and residual streams do reach that."""
+    cfg = cases.config()
+    layer, x = cases.random_layer(cfg, 1, CPU, FP16), cases.random(2, CPU, FP16, 1, 64, scale=10000)
+    assert_close(fused(cfg).gate_up_silu(x, layer, EPS), cases.gate_up_silu(x, layer, EPS))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("hidden", [64, 2560])
+def test_norm_logits(n: int, hidden: int) -> None:
+    weight, gain = cases.random(1, CPU, BF16, 37, hidden, scale=hidden**-0.5), cases.random(2, CPU, BF16, hidden)
+    x = cases.random(3, CPU, BF16, n, hidden)
+    with cases.poisoned_outputs():
+        got = fused(cases.config()).norm_logits(x, gain, weight, EPS)
+    assert got.dtype == torch.float32
+    assert_close(got, cases.linear(cases.rms_norm(x, gain, EPS), weight, None))
+
+
+FAMILIES = {"llama": {}, "qwen2": {"model_type": "qwen2"}, "qwen3": {"model_type": "qwen3"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "head_dim", "heads", "kv_heads", "hidden", "n", "dtype"),
+    [
+        ("llama", 64, 3, 1, 576, 1, BF16),
+        ("llama", 80, 2, 2, 64, 2, FP16),
+        ("qwen2", 96, 2, 1, 64, 3, BF16),
+        ("llama", 128, 2, 1, 64, 4, BF16),
+        ("qwen2", 256, 1, 1, 64, 1, FP16),
+        ("qwen3", 80, 2, 1, 64, 1, BF16),
+        ("qwen3", 128, 3, 1, 64, 4, FP16),
+    ],
+)
+def test_qkv_rope_append(
+    family: str, head_dim: int, heads: int, kv_heads: int, hidden: int, n: int, dtype: torch.dtype
+) -> None:
+    """q is right, K and V stand in their slots, and every other bit of the cache is as it was.
+
+    The last of several rows is padding: it writes to the scratch slot. Rows of the cache are not those of the batch.
+    """
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    cfg = cases.config(**sizes, **FAMILIES[family])
+    layer, x = cases.random_layer(cfg, 1, CPU, dtype), cases.random(2, CPU, dtype, n, hidden)
+    angles = torch.rand(n, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    rope = torch.polar(torch.ones_like(angles), angles)
+    kv = torch.full((2, 4, kv_heads, LENGTH + 1, head_dim), math.nan, dtype=dtype)
+    rows, slots = torch.tensor([2, 0, 3, 1])[:n], torch.tensor([5, 0, LENGTH - 1, LENGTH])[:n]
+    if n > 1:
+        slots[-1] = LENGTH
+    with cases.poisoned_outputs():
+        q = fused(cfg, dtype).qkv_rope_append(x, layer, rope, EPS, kv, rows, slots, head_dim)
+    written = kv[:, rows, :, slots]  # [n, 2, kv_heads, head_dim]
+    for got, want in zip((q, *written.unbind(1)), cases.qkv(x, layer, angles, EPS, heads, kv_heads), strict=True):
+        if family == "qwen3":  # the projection is rounded once more, before its norm: an error relative to the head
+            error = (got.double() - want).abs().amax(-1)
+            assert (error <= 3 * torch.finfo(dtype).eps * want.abs().amax(-1)).all()
+        else:
+            assert_close(got, want)
+    kv[:, rows, :, slots] = math.nan
+    assert kv.isnan().all()
+
+
+ATTENTION = [  # heads, kv heads, head_dim
+    (2, 1, 64), (3, 1, 80), (2, 2, 96), (9, 3, 64), (2, 1, 128), (1, 1, 256),
+]  # fmt: skip
+BORDERS = [[0], [1, 0], [15, 16, 17], [63, 64, 65, LENGTH - 1]]  # tiles of 16 tokens, 4 splits
+
+
+def attend(ops: FusedOps, q: Tensor, kv: Tensor, positions: list[int]) -> Tensor:
+    with cases.poisoned_outputs():
+        return ops.row_attention(torch.tensor(positions), 0)(q, kv)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION)
+@pytest.mark.parametrize(("positions", "dtype"), [(BORDERS[0], BF16), (BORDERS[1], FP16), (BORDERS[2], BF16)])
+def test_attention(heads: int, kv_heads: int, head_dim: int, positions: list[int], dtype: torch.dtype) -> None:
+    cfg = cases.config(hidden_size=36, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    ops, q = fused(cfg, dtype), cases.random(1, CPU, dtype, len(positions), heads, head_dim)
+    kv = cases.poisoned_cache(2, CPU, dtype, 4, kv_heads, LENGTH + 1, head_dim, positions)
+    assert_close(attend(ops, q, kv, positions), cases.attention(q, kv, positions))
+    assert_counters_reset(ops)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_attention_at_the_borders_of_splits(seed: int) -> None:
+    """One tile a split, all splits, and two tiles a split, in one batch; large scores, so that maxima differ."""
+    ops, positions = fused(cases.config()), BORDERS[3]
+    q = cases.random(seed, CPU, BF16, 4, 2, 64, scale=4)
+    kv = cases.poisoned_cache(seed, CPU, BF16, 4, 1, LENGTH + 1, 64, positions)
+    first = attend(ops, q, kv, positions)
+    assert_close(first, cases.attention(q, kv, positions))
+    assert_counters_reset(ops)
+    assert torch.equal(first, attend(ops, q, kv, positions))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (6, 2, 80)])
+@pytest.mark.parametrize("positions", [[17, 63], [127, 128], [LENGTH - 1, 0]])
+def test_long_attention(heads: int, kv_heads: int, head_dim: int, positions: list[int]) -> None:
+    """The way of long contexts, from 18 tokens on; float16, because the interpreter has no bfloat16 matrix product.
+    Two roundings: the probabilities are float16 in the second product."""
+    cfg = cases.config(hidden_size=36, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    q = cases.random(1, CPU, FP16, len(positions), heads, head_dim)
+    kv = cases.poisoned_cache(2, CPU, FP16, 4, kv_heads, LENGTH + 1, head_dim, positions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "LONG_FROM", 18)
+        ops = fused(cfg, FP16, launch.Splits(2, 16, 4))
+    got = attend(ops, q, kv, positions)
+    want = cases.attention(q, kv, positions)
+    assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
+    assert_counters_reset(ops)
+
+
+def decode_state(rows: int, vocab: int) -> DecodeState:
+    """Rows that go on, end by limit, end by a token, and do not take part."""
+    state = DecodeState.allocate(rows, vocab, CPU)
+    for row in range(rows):
+        limit = 12 if row % 4 == 1 else 100
+        state.admit(row, [3] * (11 if row % 4 == 1 else 5 + row), limit, [7, vocab - 1], SamplingParams(), row)
+    state.active[3::4] = False
+    return state
+
+
+@pytest.mark.parametrize("vocab", [97, CHUNK, 2 * CHUNK + 5])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_greedy_finish(vocab: int, seed: int) -> None:
+    """Everything in the state is as after `sample_and_advance`; ties are everywhere, and go to the lowest index."""
+    torch.manual_seed(seed)
+    cfg, want = cases.config(vocab_size=vocab), decode_state(4, vocab)
+    logits = cases.guarded(torch.randint(-5, 5, (4, vocab)).float())
+    if seed == 2:
+        logits[:, 7] = 9  # an end token, tied with the last one
+        logits[2, -1] = 9
+    ops, got = fused(cfg), DecodeState.allocate(4, vocab, CPU)
+    got.restore(want.snapshot())
+    for _ in range(2):
+        ops.greedy_finish(logits, got)
+        sample_and_advance(logits, want, Mode.GREEDY)
+        for name, value in vars(want).items():
+            assert torch.equal(getattr(got, name), value), name
+    assert_counters_reset(ops)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_greedy_finish_marks_broken_rows(value: float) -> None:
+    vocab = CHUNK + 100
+    cfg, want = cases.config(vocab_size=vocab), decode_state(2, vocab)
+    logits = torch.zeros(2, vocab)
+    if value < 0:
+        logits[0] = value
+    else:
+        logits[0, CHUNK + 50] = value
+    ops, got = fused(cfg), DecodeState.allocate(2, vocab, CPU)
+    got.restore(want.snapshot())
+    ops.greedy_finish(logits, got)
+    sample_and_advance(logits, want, Mode.GREEDY)
+    for name, tensor in vars(want).items():
+        assert torch.equal(getattr(got, name), tensor), name

@@ -1,0 +1,143 @@
+"""Definitions of the fused operations in float64, and inputs with NaN wherever nothing may be read.
+
+Used on the CPU through Triton's interpreter (interpreted_kernels.py) and on a GPU (gpu/test_kernels_gpu.py).
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from minillm.config import ModelConfig
+from minillm.weights import LayerWeights, allocate
+
+PAD = 4096  # elements of NaN before and after a tensor
+
+
+def config(**changes: Any) -> ModelConfig:
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024}
+    return ModelConfig.from_dict({"model_type": "llama", **sizes, **heads, **changes})
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """The same values in the middle of a buffer of NaN."""
+    buffer = torch.full((tensor.numel() + 2 * PAD,), math.nan, dtype=tensor.dtype, device=tensor.device)
+    view = buffer[PAD : PAD + tensor.numel()].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """What the operations allocate is full of NaN, and so is what lies around it; at the end it still must be."""
+    buffers: list[tuple[Tensor, int]] = []
+    original = torch.Tensor.new_empty
+
+    def new_empty(self: Tensor, *shape: int, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if options:  # Triton's interpreter, for itself
+            return original(self, *shape, **options)
+        size = math.prod(shape)
+        buffer = torch.full((size + 2 * PAD,), math.nan, dtype=dtype or self.dtype, device=self.device)
+        buffers.append((buffer, size))
+        return buffer[PAD : PAD + size].view(shape)
+
+    with patch.object(torch.Tensor, "new_empty", new_empty):
+        yield
+    assert buffers, "nothing was allocated, so nothing was checked"
+    for buffer, size in buffers:
+        assert buffer[:PAD].isnan().all(), "written before an output"
+        assert buffer[PAD + size :].isnan().all(), "written beyond an output"
+
+
+def random(seed: int, device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + len(shape) + sum(shape))
+    return guarded((torch.randn(*shape, generator=generator) * scale).to(device, dtype))
+
+
+def random_layer(cfg: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+    """Weights of size 1 / sqrt(columns), so that results are of size 1; norms about 1; biases of size 1."""
+    layer = allocate(cfg, device, dtype).layers[0]
+    for index, (name, tensor) in enumerate(vars(layer).items()):
+        if tensor is not None:
+            scale = tensor.shape[-1] ** -0.5 if tensor.dim() == 2 else 0.3 if "norm" in name else 1.0
+            value = random(seed + 31 * index, device, dtype, *tensor.shape, scale=scale)
+            setattr(layer, name, value.add_(1.0) if "norm" in name else value)
+    return layer
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * gain.double()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double() @ weight.double().T
+    return y if bias is None else y + bias.double()
+
+
+def linear_residual(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    return x.double() + linear(y, weight, bias)
+
+
+def gate_up_silu(x: Tensor, w: LayerWeights, eps: float) -> Tensor:
+    y = linear(rms_norm(x, w.post_norm, eps), w.gate_up, w.gate_up_bias)
+    gate, up = y[:, 0::2], y[:, 1::2]
+    return gate * torch.sigmoid(gate) * up
+
+
+def qkv(x: Tensor, w: LayerWeights, angles: Tensor, eps: float, heads: int, kv_heads: int) -> list[Tensor]:
+    """Rotated q [n, heads, D] and k, and v [n, kv_heads, D]. angles: [n, D / 2], in radians."""
+    y = linear(rms_norm(x, w.input_norm, eps), w.qkv, w.qkv_bias)
+    y = y.view(x.shape[0], heads + 2 * kv_heads, -1)
+    q, k, v = y.split((heads, kv_heads, kv_heads), 1)
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+
+    def rotate(t: Tensor) -> Tensor:
+        a, b = t[..., 0::2], t[..., 1::2]
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    return [rotate(q), rotate(k), v]
+
+
+def attention(q: Tensor, kv: Tensor, positions: list[int]) -> Tensor:
+    """q [n, heads, D] over kv [2, rows, kv_heads, slots, D], row by row and head by head."""
+    n, heads, head_dim = q.shape
+    group = heads // kv.shape[2]
+    out = torch.empty(n, heads, head_dim, dtype=torch.float64, device=q.device)
+    for row, position in enumerate(positions):
+        for head in range(heads):
+            k, v = kv[:, row, head // group, : position + 1].double()
+            scores = k @ q[row, head].double() / math.sqrt(head_dim)
+            out[row, head] = scores.softmax(0) @ v
+    return out.flatten(1)
+
+
+def poisoned_cache(
+    seed: int, device: torch.device, dtype: torch.dtype, rows: int, kv_heads: int, slots: int, head_dim: int,
+    positions: list[int],
+) -> Tensor:  # fmt: skip
+    """A cache whose row i is random at positions 0 .. positions[i], and NaN in all other places."""
+    kv = random(seed, device, dtype, 2, rows, kv_heads, slots, head_dim)
+    for row in range(rows):
+        kv[:, row, :, (positions[row] + 1 if row < len(positions) else 0) :] = math.nan
+    return kv
+
+
+def assert_close(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:
+    """Equal up to some roundings to the dtype of `got` at the size of the value, and float32 sums of terms of size 1.
+
+    One rounding is half an ulp: eps / 2 of the value. Float32 sums of up to 16,384 products of size 1 / sqrt(terms)
+    err by well below 2e-5.
+    """
+    assert got.shape == want.shape
+    error = (got.double() - want).abs()
+    bound = want.abs() * torch.finfo(got.dtype).eps * 0.5 * roundings * 1.01 + 2e-5
+    worst = (error / bound).nan_to_num(nan=math.inf).argmax()
+    assert bool((error <= bound).all()), f"{got.flatten()[worst]} and not {want.flatten()[worst]} at {int(worst)}"

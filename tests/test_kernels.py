@@ -1,0 +1,83 @@
+"""Runs interpreted_kernels.py in a process in which Triton interprets kernels, and tests what needs no kernel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_cases as cases
+import pytest
+import torch
+
+from minillm.kernels import launch, table
+from minillm.kernels.fused import FusedOps
+
+
+def test_kernels_equal_their_definitions() -> None:
+    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
+    file = Path(__file__).with_name("interpreted_kernels.py")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=file.parent.parent)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("columns", [16, 64, 576, 896, 1536, 2048, 3072, 4096, 5120, 8192, 11008, 14336, 28672])
+@pytest.mark.parametrize("m", [1, 2, 4, 16, 32])
+def test_tiles_are_powers_of_two_that_fit_a_thread(columns: int, m: int) -> None:
+    """Shapes that a kernel can take: at most 128 weights a thread, and at most half of the lanes beyond the end."""
+    for unit in (0, 64, 80, 96, 128, 256):
+        tile = launch.tile(columns, 1000, m, unit)
+        for number in (tile.rows, tile.columns, tile.warps):
+            assert number == launch.power_of_two(number)
+        assert tile.rows >= 2
+        assert unit % tile.rows == 0
+        assert tile.rows * tile.columns <= 128 * 32 * tile.warps
+        assert -(-columns // tile.columns) * tile.columns < 2 * columns
+
+
+def test_the_table_holds_only_what_kernels_can_take() -> None:
+    for (columns, _, m), (rows, width, warps) in table.TILES.items():
+        assert m in {launch.row_bucket(n) for n in range(1, 33)}
+        assert all(number == launch.power_of_two(number) for number in (rows, width, warps))
+        assert rows * width <= 128 * 32 * warps
+        assert width < 2 * columns
+    for splits, tokens, warps in table.ATTENTION.values():
+        assert all(number == launch.power_of_two(number) for number in (splits, tokens, warps))
+        assert splits <= 32
+
+
+def test_long_splits_are_a_power_of_two_that_the_programs_can_fill() -> None:
+    for count in (1, 4, 8, 16, 32):
+        for group in (1, 2, 3, 4, 7, 8, 16):
+            number = launch.long_splits(count, group)
+            assert count <= number <= count * group
+            assert number > count or group == 1
+            assert number == launch.power_of_two(number)
+
+
+def test_supports_says_why_not() -> None:
+    reason = FusedOps.supports(cases.config(), torch.device("cpu"), torch.bfloat16)
+    assert reason is not None
+    assert "NVIDIA GPU" in reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "capability", "words"),
+    [
+        ({}, torch.bfloat16, (7, 5), "8.0"),
+        ({}, torch.float32, (9, 0), "float32"),
+        ({"head_dim": 72}, torch.bfloat16, (9, 0), "head_dim"),
+        ({"hidden_size": 72}, torch.bfloat16, (9, 0), "hidden_size"),
+        ({"intermediate_size": 90}, torch.bfloat16, (9, 0), "intermediate_size"),
+        ({}, torch.bfloat16, (8, 0), None),
+        ({"head_dim": 96}, torch.float16, (12, 0), None),
+    ],
+)
+def test_supports_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, changes: dict, dtype: torch.dtype, capability: tuple[int, int], words: str | None
+) -> None:
+    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    reason = FusedOps.supports(cases.config(**changes), torch.device("cuda"), dtype)
+    assert (reason is None) if words is None else (reason is not None and words in reason)
