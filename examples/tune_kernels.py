@@ -1,19 +1,28 @@
 """Find the fastest launch shapes of the fused kernels on this GPU, and write them to minillm/kernels/table.py.
 
-    python examples/tune_kernels.py --model llama-3.2-1b --rows 1 2 4          # about three minutes
-    python examples/tune_kernels.py --dry-run                                  # all models; print, write nothing
+    python examples/tune_kernels.py --model llama-3.2-1b --rows 1 8     # under a minute
+    python examples/tune_kernels.py --seconds 600 --dry-run             # all models; print, write nothing
 
 A shape is judged by the time of whole decode steps in a CUDA Graph, never by a kernel alone: repeated alone, a small
 matrix stays in the L2 cache, which it never does in a model, and what overlaps its neighbours is not seen. One kernel
-is varied at a time, and a change is kept if it saves at least 0.2 % of the step. Weights are random;
-layers are as many as the model has, so that nothing but the cache hierarchy of a real step is measured.
+is varied at a time, and a change is kept if it saves at least 0.2 % of the step, twice. Weights are random; layers are
+as many as the model has, so that nothing but the cache hierarchy of a real step is measured.
+
+Compiling takes longer than measuring. So worker processes compile all shapes ahead, in parallel, into the cache that
+Triton keeps on disk: they call the operations on tensors that have shapes and no memory.
 """
 
 import argparse
+import math
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +30,14 @@ from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.kernels import launch, table
 from minillm.kernels.fused import FusedOps
+from minillm.model import Llama
+from minillm.sampling import Mode
 from minillm.state import DecodeState
+from minillm.step import decode_step
 from minillm.weights import allocate, randomise
+
+Shape = tuple[int, int, int]  # an entry of a table, and a key
+Trial = tuple[str, Shape, Shape]  # what is varied, its key in the table, a shape to try
 
 MODELS = {  # layers, heads, kv heads, head_dim, hidden, intermediate, vocabulary
     "smollm2-135m": (30, 9, 3, 64, 576, 1536, 49152),
@@ -30,6 +45,7 @@ MODELS = {  # layers, heads, kv heads, head_dim, hidden, intermediate, vocabular
     "llama-2-7b": (32, 32, 32, 128, 4096, 11008, 32000),
     "llama-3.1-8b": (32, 32, 8, 128, 4096, 14336, 128256),
 }
+SLOTS = 1024  # of the cache
 CONTEXT = 512  # positions at which steps are timed: CONTEXT to CONTEXT + the number of steps
 GAIN = 0.998  # a new shape must take less than this share of the time
 
@@ -53,57 +69,49 @@ class DecodeBench:
         torch.manual_seed(0)
         self.weights = allocate(config, self.device, torch.bfloat16)
         randomise(self.weights)
-        self.cache = KVCache(config, rows, 1024, self.device, torch.bfloat16)
+        self.cache = KVCache(config, rows, SLOTS, self.device, torch.bfloat16)
         self.cache.kv.normal_()
         self.state = DecodeState.allocate(rows, config.vocab_size, self.device)
-        angles = torch.rand(1024, config.head_dim // 2, device=self.device) * 6
-        self.rope = torch.polar(torch.ones_like(angles), angles)
 
     def reset(self) -> None:
         self.state.positions.fill_(CONTEXT)
         self.state.limits.fill_(10**9)
         self.state.active.fill_(True)
 
-    @torch.inference_mode()
-    def step(self, ops: FusedOps) -> None:
-        state, eps = self.state, self.config.rms_norm_eps
-        positions = state.positions + 0  # a copy: the end of the step advances the original
-        x, rope = self.weights.embed[state.tokens], self.rope[positions]
-        attend = ops.row_attention(positions, self.cache.max_seq_len)
-        for index, w in enumerate(self.weights.layers):
-            kv = self.cache.layer(index)
-            q = ops.qkv_rope_append(x, w, rope, eps, kv, state.rows, positions, self.config.head_dim)
-            x = ops.linear_residual(attend(q, kv), w.o, None, x)
-            x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, None, x)
-        ops.greedy_finish(ops.norm_logits(x, self.weights.norm, self.weights.lm_head, eps), state)
+    def milliseconds(self, stop_at: float = float("inf"), steps: int = 30, repeats: int = 3) -> float:
+        """Median time of a step with the shapes that are in the table now; infinite if a kernel cannot be launched.
 
-    def milliseconds(self, steps: int = 100, repeats: int = 5) -> float:
-        """Median time of a step with the shapes that are in the table now; infinite if a kernel cannot be launched."""
-        ops = FusedOps(self.config, self.rows, self.cache.max_seq_len, self.device, torch.bfloat16)
+        Args:
+            stop_at: a time above this is measured once, roughly.
+        """
+        ops = FusedOps(self.config, self.rows, SLOTS, self.device)
+        model = Llama(self.config, self.weights, SLOTS, ops)
         graph = torch.cuda.CUDAGraph()
         try:
             self.reset()
-            self.step(ops)
+            decode_step(model, self.cache, self.state, SLOTS, Mode.GREEDY)
             with torch.cuda.graph(graph):
-                self.step(ops)
+                decode_step(model, self.cache, self.state, SLOTS, Mode.GREEDY)
         except Exception as error:  # too many registers or too much shared memory for this shape
             print(f"    refused: {str(error).splitlines()[0][:90]}")
             return float("inf")
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(repeats + 1):
+        times: list[float] = []
+        for count in [8] + [steps] * repeats:  # the first warms up
             self.reset()
             begin.record()
-            for _ in range(steps):
+            for _ in range(count):
                 graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / steps)
-        return statistics.median(times[1:])  # the first warms up
+            times.append(begin.elapsed_time(end) / count)
+            if times[-1] > stop_at:
+                return times[-1]
+        return statistics.median(times[1:])
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of each matrix of a step."""
+    """(columns, rows) of each matrix of a step, those that take most of the time first."""
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q = config.num_attention_heads * head_dim
     return {
@@ -115,49 +123,137 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def tiles(columns: int, m: int) -> Iterator[tuple[int, int, int]]:
-    """Shapes worth a trial for a matrix of so many columns."""
-    if m > 4:  # tensor cores
-        yield from ((rows, width, warps) for rows in (16, 32, 64) for width in (64, 128, 256) for warps in (2, 4, 8))
-        return
-    for width in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
-        padded = -(-columns // width) * width
-        if padded > 1.8 * columns or padded // width > 16:
-            continue
+def tiles(columns: int, size: int, m: int) -> list[Shape]:
+    """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps).
+
+    Tensor cores: 64 columns a warp at least (`gemm.py` loads the gain ahead only then).
+    Plain products: the four widths that waste least, 16 to 128 weights a thread, programs for every SM.
+    """
+    if m > 4:
+        shapes = [
+            (16, 128, 1), (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (32, 64, 1), (32, 128, 2),
+            (32, 256, 2), (32, 256, 4), (64, 128, 2), (64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 64, 4),
+        ]  # fmt: skip
+        return [
+            (rows, width, warps)
+            for rows, width, warps in shapes
+            if -(-columns // width) * width <= 1.4 * columns and (rows == 16 or size >= 66 * rows)
+        ]
+
+    def cost(width: int) -> float:
+        count = -(-columns // width)
+        return count * width * (1 + 0.1 * count) + (1e9 if count * width > 1.8 * columns else 0)
+
+    found = []
+    usual = 64 // m if m > 1 else 64  # weights a thread; more rows of activations need registers, too
+    for order, width in enumerate(sorted((64, 128, 256, 512, 1024, 2048, 4096, 8192), key=cost)[:4]):
         for rows in (2, 4, 8, 16):
+            for warps in (1, 2, 4, 8):
+                weights = rows * width // (32 * warps)
+                if 16 <= weights <= (128 if m == 1 else 64) and (rows == 2 or size >= 132 * rows):
+                    found.append((order / 2 + abs(math.log2(weights / usual)) + (warps == 1), (rows, width, warps)))
+    return [shape for _, shape in sorted(found)[:14]]
+
+
+def splits(head_dim: int) -> Iterator[Shape]:
+    """Shapes worth a trial for attention: (splits, tokens a tile, warps), 32 to 64 numbers of K a thread."""
+    for number in (8, 16, 32, 4):
+        for tokens in (32, 64, 128):
             for warps in (2, 4, 8):
-                if 16 <= rows * width // (32 * warps) <= 128 and rows * width >= 2048:  # weights a thread
-                    yield rows, width, warps
+                if 32 <= tokens * head_dim // (32 * warps) <= 64:
+                    yield number, tokens, warps
 
 
-def improve(name: str, entries: dict, key: tuple, choices: Iterable[tuple], time_it: Callable[[], float]) -> None:
-    """Put the fastest of the choices into the table."""
-    best, fastest = entries.get(key), time_it()
-    before = fastest
-    for choice in choices:
-        entries[key] = choice
-        now = time_it()
+def trials(config: ModelConfig, rows: int) -> dict[str, list[Trial]]:
+    """What is tried for a step of so many rows, in the order in which it is tried."""
+    m = launch.row_bucket(rows)
+    found = {
+        name: [(name, (columns, size, m), shape) for shape in tiles(columns, size, m)]
+        for name, (columns, size) in matrices(config).items()
+    }
+    if rows == 1:
+        key = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        attention = [("attention", key, shape) for shape in splits(config.head_dim)]
+        found = {**found, "attention": attention, "logits": found.pop("logits")}
+    return found
+
+
+def table_of(name: str) -> dict[Shape, Shape]:
+    return table.ATTENTION if name == "attention" else table.TILES
+
+
+class CompileOnly(FusedOps):
+    """Compiles what it would launch, if the trial is about it."""
+
+    trial: Trial
+
+    def _run(
+        self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
+    ) -> None:
+        name, key, _ = self.trial
+        sizes = {value for value in args if isinstance(value, int)}
+        if "SPLITS" in constants if name == "attention" else constants.get("K") == key[0] and key[1] in sizes:
+            options = {"launch_pdl": True} if self.pdl and not fence else {}
+            constants = {**constants, "PDL": self.pdl, "num_warps": warps, "enable_fp_fusion": True}
+            kernel.warmup(*args, **constants, **options, grid=grid)
+
+
+def compile_trial(config: ModelConfig, rows: int, plain_rows: int, trial: Trial) -> None:
+    """In a worker process: leave the kernel of one trial in Triton's cache on disk."""
+    launch.PLAIN_ROWS = plain_rows
+    name, key, shape = trial
+    table_of(name)[key] = shape
+    one_layer = replace(config, num_hidden_layers=1)
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    ops = CompileOnly(one_layer, rows, SLOTS, meta)
+    ops.pdl, ops.trial = torch.cuda.get_device_capability() >= (9, 0), trial
+    model = Llama(one_layer, allocate(one_layer, meta, dtype), SLOTS, ops)
+    state = DecodeState.allocate(rows, config.vocab_size, meta)
+    decode_step(model, KVCache(one_layer, rows, SLOTS, meta, dtype), state, SLOTS, Mode.GREEDY)
+
+
+def improve(bench: DecodeBench, name: str, found: list[Trial], deadline: float) -> None:
+    """Put the fastest of the shapes into the table."""
+    key = found[0][1]
+    entries = table_of(name)
+    before, first, tried = entries.get(key), bench.milliseconds(), 0
+
+    def put(shape: Shape | None) -> None:
+        entries.pop(key, None)  # None: the rule of launch.py decides
+        if shape is not None:
+            entries[key] = shape
+
+    best, fastest = before, first
+    for _, _, shape in found:
+        if time.perf_counter() > deadline:
+            break
+        put(shape)
+        tried += 1
+        now = bench.milliseconds(stop_at=fastest * 1.03)
         if now < fastest * GAIN:
-            best, fastest = choice, now
-    if best is None:
-        entries.pop(key, None)  # the rule of launch.py does as well
-    else:
-        entries[key] = best
-    print(f"  {name:9} {key}: {best or 'by rule'}, step {before:.4f} -> {fastest:.4f} ms", flush=True)
+            best, fastest = shape, now
+    if best != before:  # once more, one after the other: a GPU does not run at one speed all the time
+        put(before)
+        first = bench.milliseconds()
+        put(best)
+        fastest = bench.milliseconds()
+        if fastest >= first * GAIN:
+            best, fastest = before, first
+    put(best)
+    change = f"{before or 'by rule'} -> {best or 'by rule'}"
+    print(f"  {name:9} {key}: {change}, step {first:.4f} -> {fastest:.4f} ms, {tried} tried", flush=True)
 
 
-def tune(model: str, rows: int, rounds: int) -> None:
+def tune(model: str, rows: int, compiled: dict[str, list["Future[None]"]], deadline: float) -> None:
     config = model_config(model)
     bench = DecodeBench(config, rows)
-    print(f"{model}, {rows} rows: {bench.milliseconds():.4f} ms a step before", flush=True)
-    key = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    for _ in range(rounds):
-        for name, (columns, size) in matrices(config).items():
-            m = launch.row_bucket(rows)
-            improve(name, table.TILES, (columns, size, m), tiles(columns, m), bench.milliseconds)
-        if rows == 1:
-            choices = ((s, t, w) for s in (4, 8, 16, 32) for t in (32, 64, 128) for w in (2, 4, 8) if t * w >= 128)
-            improve("attention", table.ATTENTION, key, choices, bench.milliseconds)
+    start, begun = bench.milliseconds(), time.perf_counter()
+    for name, found in trials(config, rows).items():
+        good = [trial for trial, future in zip(found, compiled[name], strict=True) if future.exception() is None]
+        if good and time.perf_counter() < deadline:
+            improve(bench, name, good, deadline)
+    spent = time.perf_counter() - begun
+    print(f"{model}, {rows} rows: {start:.4f} -> {bench.milliseconds():.4f} ms a step, {spent:.0f} s", flush=True)
 
 
 def write_table(path: Path) -> None:
@@ -175,20 +271,35 @@ def write_table(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune the launch shapes of minillm's fused kernels on this GPU.")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, choices=(1, 2, 4, 8, 16, 32), default=[1, 2, 4, 8, 32])
-    parser.add_argument("--rounds", type=int, default=1, help="how often all kernels are gone through (default 1)")
+    parser.add_argument("--rows", nargs="+", type=int, choices=range(1, 33), default=[1, 2, 4, 8, 32], metavar="N")
+    parser.add_argument("--plain-rows", type=int, choices=(1, 2, 4), default=launch.PLAIN_ROWS,
+                        help="launch.PLAIN_ROWS for this run: tensor cores for more rows")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, with what was found")
     parser.add_argument("--output", type=Path, default=Path(table.__file__), help="the file to write")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("tuning needs a CUDA device")
     started = time.perf_counter()
-    for model in args.model:
-        for rows in args.rows:
-            tune(model, rows, args.rounds)
+    launch.PLAIN_ROWS = args.plain_rows
+    runs = [(model, rows) for model in args.model for rows in args.rows]
+    # forked before this process touches the GPU, because a fork after that could not use it
+    pool = ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork"))
+    compiled = [
+        {
+            name: [pool.submit(compile_trial, model_config(model), rows, args.plain_rows, trial) for trial in found]
+            for name, found in trials(model_config(model), rows).items()
+        }
+        for model, rows in runs
+    ]
+    if not torch.cuda.is_available():
+        pool.shutdown(cancel_futures=True)
+        raise SystemExit("tuning needs a CUDA device")
+    for (model, rows), futures in zip(runs, compiled, strict=True):
+        if time.perf_counter() - started < args.seconds:
+            tune(model, rows, futures, started + args.seconds)
             torch.cuda.empty_cache()
             if not args.dry_run:
                 write_table(args.output)  # after each, so that an interrupted run is not lost
+    pool.shutdown(cancel_futures=True)
     print(f"{time.perf_counter() - started:.0f} s")
     if args.dry_run:
         print(table.TILES, table.ATTENTION, sep="\n")

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .answer import Chunk as Chunk
+    from .answer import Completion as Completion
+    from .answer import Stats as Stats
     from .errors import MinillmError as MinillmError
     from .llm import LLM as LLM
-    from .llm import Completion as Completion
-    from .llm import Stats as Stats
     from .sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
-    "Completion": "llm",
-    "Stats": "llm",
+    "Completion": "answer",
+    "Stats": "answer",
     "Chunk": "answer",
     "SamplingParams": "sampling",
     "MinillmError": "errors",

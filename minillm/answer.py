@@ -4,9 +4,11 @@ A stop string may be split over tokens, and a token may hold the end of one and 
 given out only when it can no longer be part of a stop string: the longest tail that is a beginning of one is held back.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .engine import Request
 from .tokenizer import Detokenizer
 
 
@@ -25,6 +27,41 @@ class Chunk:
     token_ids: list[int]
     finish_reason: str | None = None
     logprobs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of one answer. Times are seconds of wall clock, from the submission of the request.
+
+    Attributes:
+        time_to_first_token: waiting for a row, prefill and first sample.
+        tokens_per_second: of decoding, the first token not counted (0 if there is no second one).
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    time_to_first_token: float
+    total_time: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        text: without end tokens and without the stop string.
+        token_ids: every token made, an end token included.
+        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens, or the context is full).
+        logprobs: natural log-probability of each token under the model's unchanged distribution, if asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    logprobs: list[float] | None
+    stats: Stats
 
 
 class Answer:
@@ -76,3 +113,36 @@ class Answer:
         logprobs = self._new_logprobs if self._logprobs else None
         self.chunks.append(Chunk(text, self._new_ids, finish_reason, logprobs))
         self._new_ids, self._new_logprobs = [], []
+
+
+@dataclass
+class Pending:
+    """A request under way, its text so far, and when things happened to it."""
+
+    request: Request
+    answer: Answer
+    submitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def on_token(self, token_id: int, logprob: float, finish_reason: str | None) -> bool:
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        return self.answer.add(token_id, logprob, finish_reason)
+
+    def stats(self) -> Stats:
+        made, decoding = len(self.request.token_ids), self.last_token - self.first_token
+        return Stats(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=made,
+            time_to_first_token=max(self.first_token - self.submitted, 0.0),
+            total_time=time.perf_counter() - self.submitted,
+            tokens_per_second=(made - 1) / decoding if decoding > 0 else 0.0,
+        )
+
+    def completion(self) -> Completion:
+        """The whole answer, once it has ended."""
+        request, chunks = self.request, self.answer.chunks
+        logprobs = [x for chunk in chunks for x in chunk.logprobs or []] if request.params.logprobs else None
+        text, reason = "".join(chunk.text for chunk in chunks), request.finish_reason or "length"
+        return Completion(text, request.token_ids, request.prompt_token_ids, reason, logprobs, self.stats())

@@ -19,15 +19,14 @@ unless said otherwise. This module does not import torch, so a command line can 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigError, MinillmError
+from .errors import ConfigError
+from .json_file import Fields, is_integer, read_json
 
 DTYPES = ("float32", "float16", "bfloat16")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -170,7 +169,7 @@ class ModelConfig:
 
         Raises `ConfigError` naming the key, its value and what is expected.
         """
-        fields, generation = _Fields(config, "config.json"), _Fields(generation_config or {}, "generation_config.json")
+        fields, generation = Fields(config, "config.json"), Fields(generation_config or {}, "generation_config.json")
         model_type = fields.get("model_type")
         if not isinstance(model_type, str) or model_type not in _DEFAULTS:
             raise ConfigError(f"model_type {model_type!r} is not supported; minillm runs {', '.join(_DEFAULTS)}")
@@ -191,7 +190,7 @@ class ModelConfig:
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=fields.integer("num_key_value_heads", kv_default),
-            head_dim=fields.integer("head_dim", defaults.head_dim or _head_share(hidden, heads)),
+            head_dim=_head_dim(fields, defaults.head_dim, hidden, heads),
             max_position_embeddings=context,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope_config(config, context),
@@ -206,7 +205,7 @@ class ModelConfig:
         )
 
 
-def _refuse_what_is_not_implemented(fields: _Fields) -> None:
+def _refuse_what_is_not_implemented(fields: Fields) -> None:
     """Keys that transformers obeys and that would silently change the results if they were passed over here."""
     if fields.get("quantization_config") is not None:
         raise ConfigError("the weights are quantised (quantization_config); use the unquantised checkpoint")
@@ -218,7 +217,7 @@ def _refuse_what_is_not_implemented(fields: _Fields) -> None:
         raise ConfigError("is_causal is false: an encoder, which cannot generate text")
 
 
-def _refuse_short_window(fields: _Fields, model_type: str, context: int, layers: int) -> None:
+def _refuse_short_window(fields: Fields, model_type: str, context: int, layers: int) -> None:
     """Refuse attention over a sliding window, unless it holds the whole context and so changes nothing.
 
     mistral slides in every layer. qwen2 and qwen3 do in the layers that `layer_types` names, or in older files, if
@@ -243,11 +242,11 @@ def _refuse_short_window(fields: _Fields, model_type: str, context: int, layers:
         )
 
 
-def _head_share(hidden: int, heads: int) -> int:
-    """The size of a head where the file does not give it."""
-    if hidden % heads:
+def _head_dim(fields: Fields, default: int | None, hidden: int, heads: int) -> int:
+    """The size of a head: what the file says, or its share of the hidden size."""
+    if fields.get("head_dim") is None and default is None and hidden % heads:
         raise ConfigError(f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})")
-    return hidden // heads
+    return fields.integer("head_dim", default or hidden // heads)
 
 
 def _merge(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -270,7 +269,7 @@ def _rope_config(config: Mapping[str, Any], context: int) -> RopeConfig:
         if not isinstance(value, Mapping) or any(isinstance(entry, Mapping) for entry in value.values()):
             raise ConfigError(f"config.json: {place} must be one object for all layers, not {value!r}")
         sources.append(value)
-    fields = _Fields(_merge(sources), "config.json, rope parameters")
+    fields = Fields(_merge(sources), "config.json, rope parameters")
     if fields.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(f"partial_rotary_factor {fields.get('partial_rotary_factor')!r} is not supported, only 1")
     rope_type = fields.get("rope_type", "default")
@@ -291,16 +290,16 @@ def _rope_config(config: Mapping[str, Any], context: int) -> RopeConfig:
     return RopeConfig(rope_type, fields.number("rope_theta", 10000.0), original, **numbers)
 
 
-def _token_ids(fields: _Fields, key: str, default: int | None) -> list[int]:
+def _token_ids(fields: Fields, key: str, default: int | None) -> list[int]:
     """One id or a list of them. A null that is written down means "none"; only a missing key takes the default."""
     value = fields.values.get(key, default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(_is_integer(token) for token in ids):
+    if not all(is_integer(token) for token in ids):
         raise ConfigError(f"{fields.where}: {key} must be a token id or a list of token ids, not {value!r}")
     return ids
 
 
-def _eos_token_ids(fields: _Fields, generation: _Fields, default: int | None) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields, generation: Fields, default: int | None) -> tuple[int, ...]:
     """The union that `ModelConfig` describes, without repeats."""
     stated = [source for source in (fields, generation) if "eos_token_id" in source.values]
     ids = [token for source in stated or [fields] for token in _token_ids(source, "eos_token_id", default)]
@@ -318,59 +317,3 @@ def _why_no_config(folder: Path) -> str:
     if any(name.endswith(".gguf") for name in names):
         return f"{folder} has no config.json but a GGUF file: name the .gguf file itself"
     return f"{folder} has no config.json, so it is not a model folder in the Hugging Face format"
-
-
-def read_json(path: Path, error: type[MinillmError]) -> dict[str, Any]:
-    """The JSON object in a UTF-8 file; raises `error` if the file is unreadable, broken, or holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as fault:
-        raise error(f"{path} cannot be read: {fault.strerror}") from None
-    except (ValueError, RecursionError) as fault:
-        raise error(f"{path} is not valid JSON: {fault}") from None
-    if not isinstance(value, dict):
-        raise error(f"{path} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
-def _is_integer(value: object) -> bool:
-    """True for a whole number; Python counts True and False as integers too, JSON does not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """Typed reading of one JSON object; a null counts as a missing key. `where` names the object in errors.
-
-    Every method raises `ConfigError` if the value has the wrong type or lies outside its range.
-    """
-
-    values: Mapping[str, Any]
-    where: str
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
-        value = self.get(key, default)
-        if not _is_integer(value) or not minimum <= value < 2**31:
-            raise ConfigError(f"{self.where}: {key} must be a whole number from {minimum} to 2**31 - 1, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None, zero_allowed: bool = False) -> float:
-        """A finite number above 0, or from 0 on; without a default the key must be there."""
-        value = self.get(key, default)
-        if value is None:
-            raise ConfigError(f"{self.where}: {key} is missing")
-        number = value if _is_integer(value) or isinstance(value, float) else -1
-        if not (0 < number <= sys.float_info.max or (zero_allowed and number == 0)):  # also false for NaN
-            bound = "of at least" if zero_allowed else "above"
-            raise ConfigError(f"{self.where}: {key} must be a finite number {bound} 0, not {value!r}")
-        return float(number)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} must be true or false, not {value!r}")
-        return value

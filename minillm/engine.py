@@ -23,7 +23,7 @@ from .graphs import GraphRunner
 from .model import Llama
 from .sampling import Mode, SamplingParams
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
-from .step import sample_and_advance
+from .step import finish_step
 
 
 @dataclass(eq=False)
@@ -142,7 +142,7 @@ class Engine:
             self.rows[row] = request
             logits = self._prefill(request.prompt_token_ids, row)[-1]
             self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
-            sample_and_advance(logits, self.state.narrow(row, 1), Mode.of(request.params))
+            finish_step(self.model, logits, self.state.narrow(row, 1), Mode.of(request.params))
             self._issue([(row, request)])
 
     def _prefill(self, token_ids: list[int], row: int, all_logits: bool = False) -> list[Tensor]:

@@ -7,15 +7,14 @@ engine, and turns tokens back into text. Whoever waits for text drives the engin
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
 import torch
 from tqdm import tqdm
 
-from .answer import Answer, Chunk
+from .answer import Answer, Chunk, Completion, Pending
 from .cache import KVCache
 from .config import ModelConfig
 from .engine import Engine, Request
@@ -31,67 +30,6 @@ from .tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]  # text, or token ids
 Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}, ...]
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Figures of one answer. Times are seconds of wall clock, from the submission of the request.
-
-    Attributes:
-        time_to_first_token: waiting for a row, prefill and first sample.
-        tokens_per_second: of decoding, the first token not counted (0 if there is no second one).
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    time_to_first_token: float
-    total_time: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A whole answer.
-
-    Attributes:
-        text: without end tokens and without the stop string.
-        token_ids: every token made, an end token included.
-        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens, or the context is full).
-        logprobs: natural log-probability of each token under the model's unchanged distribution, if asked for.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    logprobs: list[float] | None
-    stats: Stats
-
-
-@dataclass
-class _Pending:
-    """A request under way, its text so far, and when things happened to it."""
-
-    request: Request
-    answer: Answer
-    submitted: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-
-    def on_token(self, token_id: int, logprob: float, finish_reason: str | None) -> bool:
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
-        return self.answer.add(token_id, logprob, finish_reason)
-
-    def stats(self) -> Stats:
-        made, decoding = len(self.request.token_ids), self.last_token - self.first_token
-        return Stats(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=made,
-            time_to_first_token=max(self.first_token - self.submitted, 0.0),
-            total_time=time.perf_counter() - self.submitted,
-            tokens_per_second=(made - 1) / decoding if decoding > 0 else 0.0,
-        )
 
 
 class LLM:
@@ -184,7 +122,7 @@ class LLM:
         pending = [self._prepare(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
         return self._complete(pending)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Answer one prompt piece by piece. It is checked at once, and starts at the first `next`; closing ends it."""
         return self._stream(self._prepare(self._encode(prompt), params))
 
@@ -192,7 +130,7 @@ class LLM:
         """Answer a conversation, [{"role": "user", "content": "..."}, ...], through the model's chat template."""
         return self._complete([self._prepare(self.tokenizer.apply_chat_template(messages), params)])[0]
 
-    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`chat`, piece by piece."""
         return self._stream(self._prepare(self.tokenizer.apply_chat_template(messages), params))
 
@@ -259,7 +197,7 @@ class LLM:
             )
         return list(token_ids)
 
-    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> _Pending:
+    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> Pending:
         ids, params = self._check_ids(token_ids), params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -274,17 +212,17 @@ class LLM:
         limit = min(len(ids) + params.max_tokens, self.max_seq_len)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         request = Request(ids, params, limit, stops, seed, on_token=lambda *_: False)
-        pending = _Pending(request, answer)
+        pending = Pending(request, answer)
         request.on_token = pending.on_token
         return pending
 
-    def _submit(self, pending: list[_Pending]) -> None:
+    def _submit(self, pending: list[Pending]) -> None:
         with self._lock:
             for p in pending:
                 p.submitted = time.perf_counter()
                 self._open().submit(p.request)
 
-    def _complete(self, pending: list[_Pending]) -> list[Completion]:
+    def _complete(self, pending: list[Pending]) -> list[Completion]:
         try:
             self._submit(pending)
             for p in pending:
@@ -292,11 +230,11 @@ class LLM:
                     self._advance(p)
                 if p.request.error is not None:
                     raise p.request.error
-            return [_completion(p) for p in pending]
+            return [p.completion() for p in pending]
         finally:  # after an error or Ctrl-C, none of them keeps a row
             self._cancel(pending)
 
-    def _stream(self, pending: _Pending) -> Iterator[Chunk]:
+    def _stream(self, pending: Pending) -> Generator[Chunk, None, None]:
         # queued in here and not by the caller: closing a generator that never started does not run its `finally`
         sent = 0
         try:
@@ -316,14 +254,14 @@ class LLM:
         finally:
             self._cancel([pending])
 
-    def _advance(self, pending: _Pending) -> None:
+    def _advance(self, pending: Pending) -> None:
         """One step of the engine, unless another thread's step has brought what this one waits for."""
         before = len(pending.request.token_ids)
         with self._lock:
             if not pending.request.done and len(pending.request.token_ids) == before:
                 self._open().step()
 
-    def _cancel(self, pending: list[_Pending]) -> None:
+    def _cancel(self, pending: list[Pending]) -> None:
         with self._lock:
             if self._engine is not None:
                 for p in pending:
@@ -344,14 +282,6 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
 
         # the fused attention reads each row's length on the device, so one recording serves every length
         return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
-
-
-def _completion(pending: _Pending) -> Completion:
-    chunks, request = pending.answer.chunks, pending.request
-    logprobs = [x for chunk in chunks for x in chunk.logprobs or []] if request.params.logprobs else None
-    text = "".join(chunk.text for chunk in chunks)
-    reason = request.finish_reason or "length"
-    return Completion(text, request.token_ids, request.prompt_token_ids, reason, logprobs, pending.stats())
 
 
 def _is_int(value: object) -> bool:

@@ -137,7 +137,7 @@ def pick_kernels(config: ModelConfig, plan: Plan) -> FusedOps | None:
     """The fused kernels where they cover this model on this device, else None: the plain operations."""
     if FusedOps.supports(config, plan.device, plan.dtype) is not None:
         return None
-    return FusedOps(config, plan.max_batch_size, plan.max_seq_len, plan.device, plan.dtype)
+    return FusedOps(config, plan.max_batch_size, plan.max_seq_len, plan.device)
 
 
 def _gib(count: int) -> str:

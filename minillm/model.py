@@ -12,13 +12,15 @@ from .cache import KVCache
 from .config import ModelConfig
 from .kernels import DecodeOps, reference
 from .kernels.fused import FusedOps
+from .kernels.one_row import OneRow
 from .kernels.reference import Attend
 from .rope import rope_tables
+from .state import DecodeState
 from .weights import Weights
 
 
 class Llama:
-    """Weights, and the functions that turn token ids into logits. It holds no state: the cache is an argument.
+    """Weights, and the functions that turn token ids into logits. It holds no state: cache and state are arguments.
 
     Args:
         config: what config.json says. weights: packed as `weights.py` says, on any device, in any float dtype.
@@ -31,6 +33,8 @@ class Llama:
         self._decode_ops: DecodeOps = reference if fused is None else fused
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
+        alone = OneRow.supports(config, weights.embed.device, weights.embed.dtype)
+        self.one_row = OneRow(config, weights, self.rope) if alone else None
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, row: int, start: int, cache: KVCache, all_logits: bool = False) -> Tensor:
@@ -42,40 +46,35 @@ class Llama:
         """
         positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
         rows = torch.full_like(positions, row)
-        attend = reference.chunk_attention(row, start)
-        x = self._layers(reference, token_ids, positions, rows, positions, cache, attend)
+        x, rope = self.weights.embed[token_ids], self.rope[positions]
+        x = self._layers(reference, x, rope, rows, positions, cache, reference.chunk_attention(row, start))
         return self._logits(reference, x if all_logits else x[-1:])
 
     @torch.inference_mode()
-    def decode(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, rows: Tensor, cache: KVCache, kv_len: int
-    ) -> Tensor:
-        """One step of the first n rows. Everything but kv_len is a tensor, so the step can be captured.
+    def decode(self, state: DecodeState, cache: KVCache, kv_len: int) -> Tensor:
+        """One step of the n rows of the state, which is not changed. All but kv_len is a tensor: it can be captured.
 
         Args:
-            tokens, positions: int64 [n], the token that each row feeds and where it stands.
-            slots: int64 [n], where its K and V are written: its position, or the scratch slot for padding.
-            rows: int64 [n], 0 .. n - 1. kv_len: how much of the cache is read, more than every position.
-        Returns: float32 logits [n, vocab].
+            kv_len: how much of the cache is read, more than every active row's position.
+        Returns: float32 logits [n, vocab] of the tokens that the rows feed.
         """
+        if self.one_row is not None and state.rows.shape[0] == 1:
+            return self.one_row.decode(state, cache)
         ops = self._decode_ops
-        attend = ops.row_attention(positions, kv_len)
-        return self._logits(ops, self._layers(ops, tokens, positions, rows, slots, cache, attend))
+        x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot)
+        attend = ops.row_attention(state, kv_len)
+        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend))
 
     def _layers(
-        self,
-        ops: DecodeOps,
-        tokens: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        cache: KVCache,
-        attend: Attend,
+        self, ops: DecodeOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
     ) -> Tensor:
-        """Embed N tokens and run every layer; all arguments are [N]. Returns the residual stream [N, hidden]."""
+        """Run every layer on N tokens, and return the residual stream [N, hidden].
+
+        Args:
+            x: their embeddings, [N, hidden]. rope: their rotations, [N, head_dim / 2].
+            rows, slots: [N], where in the cache their K and V are written.
+        """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
-        x = self.weights.embed[tokens]  # [N, hidden]
-        rope = self.rope[positions]  # [N, head_dim / 2]
         for index, w in enumerate(self.weights.layers):
             kv = cache.layer(index)
             q = ops.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)

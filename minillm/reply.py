@@ -6,16 +6,16 @@ What was made must survive whatever ends it, Ctrl-C above all, so it is kept out
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
 from .errors import MemoryLimitError
 
 if TYPE_CHECKING:
-    from .answer import Chunk
+    from .answer import Stats
     from .graphs import GraphReport
-    from .llm import LLM, Stats
+    from .llm import LLM
     from .sampling import SamplingParams
 
 
@@ -35,7 +35,7 @@ class Reply:
     def stream(self, llm: LLM, params: SamplingParams, show: Callable[[str], None]) -> None:
         """Have the answer made, and show each piece of its text as it comes."""
         self._started = time.perf_counter()
-        with closing(cast("Generator[Chunk]", llm.stream(self.prompt_token_ids, params))) as chunks:
+        with closing(llm.stream(self.prompt_token_ids, params)) as chunks:
             for chunk in chunks:
                 self._last = time.perf_counter()
                 if not self.token_ids:
@@ -47,7 +47,7 @@ class Reply:
 
     def stats(self) -> Stats:
         """Figures as the reader saw them: time to the first text, speed from there on."""
-        from .llm import Stats
+        from .answer import Stats
 
         timed, decoding = len(self.token_ids) - self._in_first, self._last - self._first
         return Stats(

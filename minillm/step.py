@@ -20,16 +20,13 @@ def decode_step(model: Llama, cache: KVCache, state: DecodeState, kv_len: int, m
     Args:
         kv_len: how much of the cache attention reads; more than every active row's position.
     """
-    # what padding does: token 0, at position 0, into the scratch slot
-    zero = state.tokens.new_zeros(())
-    tokens = state.tokens.where(state.active, zero)
-    positions = state.positions.where(state.active, zero)
-    slots = state.positions.where(state.active, zero + cache.scratch_slot)
-    logits = model.decode(tokens, positions, slots, state.rows, cache, kv_len)
-    if model.fused is not None and mode == Mode.GREEDY:
-        model.fused.greedy_finish(logits, state)
-    else:
-        sample_and_advance(logits, state, mode)
+    finish_step(model, model.decode(state, cache, kv_len), state, mode)
+
+
+def finish_step(model: Llama, logits: torch.Tensor, state: DecodeState, mode: Mode) -> None:
+    """`sample_and_advance`, in the kernels that the model decodes with. Also used after a prefill, with n = 1."""
+    finish = sample_and_advance if model.fused is None else model.fused.sample_and_advance
+    finish(logits, state, mode)
 
 
 @torch.inference_mode()
@@ -37,7 +34,7 @@ def sample_and_advance(logits: torch.Tensor, state: DecodeState, mode: Mode) -> 
     """Choose each row's next token, put it where the next step reads it, and end the rows that are done.
 
     Args:
-        logits: float32 [n, vocab], of the token that each row fed last. Also used after a prefill, with n = 1.
+        logits: float32 [n, vocab], of the token that each row fed last.
     """
     tokens, logprobs = sample(logits, state, mode)
     best = logits.amax(-1)  # NaN if any logit is

@@ -22,7 +22,6 @@ What is decided here, since checkpoints and libraries differ:
 from __future__ import annotations
 
 import codecs
-import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 from .chat_template import ChatTemplate
 from .errors import TokenizerError
+from .json_file import read_json
 from .vocabulary import AddedToken, JsonVocabulary, SentencePieceVocabulary, Vocabulary, one_line
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -206,15 +206,7 @@ class Detokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read as JSON: {one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+    return read_json(path, TokenizerError) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

@@ -11,6 +11,7 @@ Nothing is loaded and then copied: the matrices are allocated empty, and each te
 into them (`destinations`) which it is read into.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .checkpoint import Destination
 from .config import ModelConfig
+from .host_memory import HostMemory
 
 
 @dataclass
@@ -64,14 +66,28 @@ class Weights:
         return self.num_bytes - table
 
 
+Empty = Callable[[tuple[int, ...]], Tensor]
+
+
 def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Weights:
-    """Empty weights of the right shapes."""
+    """Empty weights of the right shapes. On a CPU they lie in one block of large pages, see `host_memory.py`."""
+    if device.type == "cpu":
+        return _allocate(config, HostMemory(weight_bytes(config, dtype), dtype).empty)
+    return _allocate(config, lambda shape: torch.empty(shape, device=device, dtype=dtype))
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes that `allocate` takes: the same code, run on PyTorch's shape-only device."""
+    return _allocate(config, lambda shape: torch.empty(shape, device="meta", dtype=dtype)).num_bytes
+
+
+def _allocate(config: ModelConfig, make: Empty) -> Weights:
     hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size = config.num_attention_heads * head_dim
     qkv_size = q_size + 2 * config.num_key_value_heads * head_dim
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, device=device, dtype=dtype)
+        return make(shape)
 
     def maybe(wanted: bool, *shape: int) -> Tensor | None:
         return empty(*shape) if wanted else None
@@ -96,11 +112,6 @@ def allocate(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> W
     embed = empty(config.vocab_size, hidden)
     lm_head = embed if config.tie_word_embeddings else empty(config.vocab_size, hidden)
     return Weights(embed, layers, empty(hidden), lm_head)
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that `allocate` would take: the same code, run on PyTorch's shape-only device."""
-    return allocate(config, torch.device("meta"), dtype).num_bytes
 
 
 def randomise(weights: Weights, std: float = 0.02) -> None:
@@ -150,7 +161,7 @@ def _halves(rows: Tensor | None, heads: int, head_dim: int) -> Tensor | None:
     return None if rows is None else rows.unflatten(0, (heads, head_dim // 2, 2)).transpose(1, 2)
 
 
-def _add_qkv(add, at: str, kind: str, fused: Tensor | None, config: ModelConfig) -> None:  # type: ignore[no-untyped-def]
+def _add_qkv(add: Callable[..., None], at: str, kind: str, fused: Tensor | None, config: ModelConfig) -> None:
     if fused is None:
         return
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim

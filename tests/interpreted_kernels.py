@@ -11,12 +11,15 @@ import math
 import kernel_cases as cases
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels import launch, reference
-from minillm.kernels.fused import CHUNK, FusedOps
+from minillm import sampling
+from minillm.kernels import draw, launch, reference
+from minillm.kernels.fused import BLOCK, CHUNK, FusedOps
 from minillm.sampling import Mode, SamplingParams
-from minillm.state import DecodeState
+from minillm.state import BROKEN, DecodeState
 from minillm.step import sample_and_advance
 
 CPU, EPS, LENGTH = torch.device("cpu"), 1e-5, 150
@@ -28,12 +31,12 @@ def assert_close(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:
     cases.assert_close(got, want, roundings * (2 if got.dtype == BF16 else 1))
 
 
-def fused(cfg, dtype=BF16, splits=launch.Splits(4, 16, 4)) -> FusedOps:  # noqa: B008
+def fused(cfg, splits=launch.Splits(4, 16, 4)) -> FusedOps:  # noqa: B008
     """With few and small splits: the interpreter needs milliseconds for a program. Scratch is poisoned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "splits", lambda *_: splits)
-        ops = FusedOps(cfg, 4, LENGTH, CPU, dtype)
-    for scratch in (ops.parts, ops.maxima, ops.sums, ops.best):
+        ops = FusedOps(cfg, 4, LENGTH, CPU)
+    for scratch in (ops.parts, ops.maxima, ops.sums, ops.peaks, ops.exponentials, ops.tops, ops.best):
         scratch.fill_(math.nan)
     return ops
 
@@ -41,6 +44,26 @@ def fused(cfg, dtype=BF16, splits=launch.Splits(4, 16, 4)) -> FusedOps:  # noqa:
 def assert_counters_reset(ops: FusedOps) -> None:
     assert not ops.head_counters.any()
     assert not ops.row_counters.any()
+
+
+@pytest.mark.parametrize(("hidden", "head_dim"), [(64, 64), (BLOCK, 80), (2 * BLOCK + 16, 128)])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_begin(hidden: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Every bit is that of the plain operation. Two rows are padding: their token and position do not count."""
+    embed = cases.random(1, CPU, dtype, 97, hidden)
+    angles = torch.rand(LENGTH, head_dim // 2, generator=torch.Generator().manual_seed(2)) * 6
+    rope_table = torch.polar(torch.ones_like(angles), angles)
+    state = cases.state_at([0, 33, LENGTH - 1, LENGTH], 97, CPU)
+    state.active[1::2] = False
+    with cases.poisoned_outputs():
+        got = fused(cases.config(hidden_size=hidden, head_dim=head_dim)).begin(state, embed, rope_table, LENGTH)
+    x, rope, slots = got
+    assert torch.equal(x, embed[[1, 0, 15, 0]])
+    assert torch.equal(rope, rope_table[[0, 0, LENGTH - 1, 0]])
+    assert slots.tolist() == [0, LENGTH, LENGTH - 1, LENGTH]
+    for mine, plain in zip(got, reference.begin(state, embed, rope_table, LENGTH), strict=True):
+        assert torch.equal(mine, plain)
+        assert mine.dtype == plain.dtype
 
 
 # one tile; one masked tile; several tiles; several and the last masked; rows that fill no whole program
@@ -147,7 +170,7 @@ def test_qkv_rope_append(
     if n > 1:
         slots[-1] = LENGTH
     with cases.poisoned_outputs():
-        q = fused(cfg, dtype).qkv_rope_append(x, layer, rope, EPS, kv, rows, slots, head_dim)
+        q = fused(cfg).qkv_rope_append(x, layer, rope, EPS, kv, rows, slots, head_dim)
     written = kv[:, rows, :, slots]  # [n, 2, kv_heads, head_dim]
     for got, want in zip((q, *written.unbind(1)), cases.qkv(x, layer, angles, EPS, heads, kv_heads), strict=True):
         if family == "qwen3":  # the projection is rounded once more, before its norm: an error relative to the head
@@ -167,16 +190,28 @@ BORDERS = [[0], [1, 0], [15, 16, 17], [63, 64, 65, LENGTH - 1]]  # tiles of 16 t
 
 def attend(ops: FusedOps, q: Tensor, kv: Tensor, positions: list[int]) -> Tensor:
     with cases.poisoned_outputs():
-        return ops.row_attention(torch.tensor(positions), 0)(q, kv)
+        return ops.row_attention(cases.state_at(positions, 97, CPU), 0)(q, kv)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION)
 @pytest.mark.parametrize(("positions", "dtype"), [(BORDERS[0], BF16), (BORDERS[1], FP16), (BORDERS[2], BF16)])
 def test_attention(heads: int, kv_heads: int, head_dim: int, positions: list[int], dtype: torch.dtype) -> None:
     cfg = cases.config(hidden_size=36, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-    ops, q = fused(cfg, dtype), cases.random(1, CPU, dtype, len(positions), heads, head_dim)
+    ops, q = fused(cfg), cases.random(1, CPU, dtype, len(positions), heads, head_dim)
     kv = cases.poisoned_cache(2, CPU, dtype, 4, kv_heads, LENGTH + 1, head_dim, positions)
     assert_close(attend(ops, q, kv, positions), cases.attention(q, kv, positions))
+    assert_counters_reset(ops)
+
+
+def test_attention_of_padding() -> None:
+    """A row that is not active sees position 0, wherever it stood when it was: the rest of its cache is NaN here."""
+    ops, q = fused(cases.config()), cases.random(1, CPU, BF16, 3, 2, 64)
+    kv = cases.poisoned_cache(2, CPU, BF16, 4, 1, LENGTH + 1, 64, [20, 0, 40])
+    state = cases.state_at([20, 99, 40], 97, CPU)
+    state.active[1] = False
+    with cases.poisoned_outputs():
+        got = ops.row_attention(state, 0)(q, kv)
+    assert_close(got, cases.attention(q, kv, [20, 0, 40]))
     assert_counters_reset(ops)
 
 
@@ -202,7 +237,7 @@ def test_long_attention(heads: int, kv_heads: int, head_dim: int, positions: lis
     kv = cases.poisoned_cache(2, CPU, FP16, 4, kv_heads, LENGTH + 1, head_dim, positions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "LONG_FROM", 18)
-        ops = fused(cfg, FP16, launch.Splits(2, 16, 4))
+        ops = fused(cfg, launch.Splits(2, 16, 4))
     got = attend(ops, q, kv, positions)
     want = cases.attention(q, kv, positions)
     assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
@@ -229,18 +264,18 @@ def test_greedy_finish(vocab: int, seed: int) -> None:
     if seed == 2:
         logits[:, 7] = 9  # an end token, tied with the last one
         logits[2, -1] = 9
-    ops, got = fused(cfg), DecodeState.allocate(4, vocab, CPU)
-    got.restore(want.snapshot())
+    ops, got = fused(cfg), cases.copy_of(want)
     for _ in range(2):
-        ops.greedy_finish(logits, got)
+        ops.sample_and_advance(logits, got, Mode.GREEDY)
         sample_and_advance(logits, want, Mode.GREEDY)
-        for name, value in vars(want).items():
-            assert torch.equal(getattr(got, name), value), name
+        cases.assert_same_state(got, want)
     assert_counters_reset(ops)
 
 
+@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_greedy_finish_marks_broken_rows(value: float) -> None:
+def test_broken_rows_are_marked(value: float, mode: Mode) -> None:
+    """One row is broken, which changes nothing for the other. Its token is of no use, but within the vocabulary."""
     vocab = CHUNK + 100
     cfg, want = cases.config(vocab_size=vocab), decode_state(2, vocab)
     logits = torch.zeros(2, vocab)
@@ -248,9 +283,93 @@ def test_greedy_finish_marks_broken_rows(value: float) -> None:
         logits[0] = value
     else:
         logits[0, CHUNK + 50] = value
-    ops, got = fused(cfg), DecodeState.allocate(2, vocab, CPU)
-    got.restore(want.snapshot())
-    ops.greedy_finish(logits, got)
-    sample_and_advance(logits, want, Mode.GREEDY)
-    for name, tensor in vars(want).items():
-        assert torch.equal(getattr(got, name), tensor), name
+    ops, got = fused(cfg), cases.copy_of(want)
+    ops.sample_and_advance(logits, got, mode)
+    sample_and_advance(logits, want, mode)
+    assert got.output[0, 1] == BROKEN
+    assert 0 <= got.output[0, 0] < vocab
+    assert not got.active[0]
+    cases.assert_same_state(got.narrow(1, 1), want.narrow(1, 1))
+    assert_counters_reset(ops)
+
+
+@triton.jit
+def noise_kernel(seeds, positions, bits, noise, vocab, BLOCK: tl.constexpr):
+    """The noise of draw.py by itself."""
+    row, token = tl.program_id(0), tl.arange(0, BLOCK)
+    at, inside = row * vocab + token, token < vocab
+    drawn = draw.noise_bits(tl.load(seeds + 2 * row), tl.load(seeds + 2 * row + 1), tl.load(positions + row), token)
+    tl.store(bits + at, drawn, mask=inside)
+    tl.store(noise + at, draw.gumbel(drawn), mask=inside)
+
+
+@triton.jit
+def gumbel_kernel(bits, noise, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(noise + i, draw.gumbel(tl.load(bits + i)))
+
+
+def exact_gumbel(bits: Tensor) -> Tensor:
+    """In float64, of what float32 makes of the bits."""
+    uniform = ((bits.float() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+    return -(-(-uniform.double()).log1p()).log()
+
+
+def test_noise_is_that_of_the_plain_sampler() -> None:
+    """The same 31 bits for each (seed, position, token), hence the same noise up to a few roundings."""
+    torch.manual_seed(0)
+    vocab, rows = 1000, 64
+    state = DecodeState.allocate(rows, vocab, CPU)
+    state.seeds.copy_(torch.randint(-(2**31), 2**31, (rows, 2)))
+    state.seeds[:4] = torch.tensor([[0, 0], [1, 0], [-1, -1], [-(2**31), 2**31 - 1]])
+    state.positions.copy_(torch.randint(0, 131072, (rows,)))
+    bits, noise = torch.empty(rows, vocab, dtype=torch.int32), torch.empty(rows, vocab)
+    noise_kernel[(rows,)](state.seeds, state.positions, bits, noise, vocab, BLOCK=1024)
+    assert bits.min() >= 0
+    assert bits.unique().numel() > 0.99 * bits.numel()
+    want = exact_gumbel(bits)
+    torch.testing.assert_close(sampling.gumbel(state, vocab).double(), want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(noise.double(), want, atol=1e-6, rtol=1e-6)
+
+
+def test_noise_is_exact_where_it_is_large() -> None:
+    """Elsewhere, 1 - u was rounded to 1 for the smallest u: an infinite noise, and a token out of nowhere."""
+    few = [0, 1, 2, 3, 7, 63, 64, 65, 100, 127, 128, 200, 1000, 2**20, 2**25 + 3, 2**30, 2**31 - 129, 2**31 - 1]
+    bits = torch.tensor((few * 4)[:64], dtype=torch.int32)
+    noise = torch.empty(64)
+    gumbel_kernel[(1,)](bits, noise, BLOCK=64)
+    torch.testing.assert_close(noise.double(), exact_gumbel(bits), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [Mode.SAMPLED, Mode.FILTERED])
+@pytest.mark.parametrize("vocab", [97, CHUNK, 2 * CHUNK + 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_finish(mode: Mode, vocab: int, seed: int) -> None:
+    """Everything in the state is as after `sample_and_advance`, over three steps."""
+    torch.manual_seed(seed)
+    want = cases.sampled_state(4, vocab, CPU, seed)
+    ops, got = fused(cases.config(vocab_size=vocab)), cases.copy_of(want)
+    for _ in range(3):
+        logits = cases.guarded(torch.randn(4, vocab) * 3)
+        ops.sample_and_advance(logits, got, mode)
+        sample_and_advance(logits, want, mode)
+        cases.assert_same_state(got, want)
+    assert_counters_reset(ops)
+
+
+def test_sampled_finish_takes_the_first_of_equals() -> None:
+    """At temperature 0, with ties everywhere, and one that the penalty makes: 4 / 2 is 2 to the last bit."""
+    vocab = 2 * CHUNK + 5
+    want = DecodeState.allocate(4, vocab, CPU)
+    for row in range(4):
+        params = SamplingParams(temperature=0, repetition_penalty=2.0, logprobs=True)
+        want.admit(row, [CHUNK + row, 3], 100, [], params, row)
+    logits = torch.randint(-5, 3, (4, vocab)).float()
+    logits[:, 3] = 4.0
+    logits[2, 100] = 3.0
+    ops, got = fused(cases.config(vocab_size=vocab)), cases.copy_of(want)
+    ops.sample_and_advance(logits, got, Mode.SAMPLED)
+    sample_and_advance(logits, want, Mode.SAMPLED)
+    cases.assert_same_state(got, want)
+    first = [(row == 2.0).nonzero()[0].item() for row in logits]
+    assert got.output[:, 0].tolist() == [min(first[0], 3), min(first[1], 3), 100, min(first[3], 3)]

@@ -296,3 +296,11 @@ def test_the_module_does_not_import_torch() -> None:
     """`--help` and an error about a bad folder must not wait for torch."""
     code = "import sys, minillm.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+
+
+def test_a_head_dim_of_its_own_needs_no_share_of_the_hidden_size() -> None:
+    """A head_dim that the file gives was refused where the heads do not divide hidden_size."""
+    config = ModelConfig.from_dict(
+        {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 80}
+    )
+    assert config.head_dim == 80

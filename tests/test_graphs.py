@@ -199,9 +199,9 @@ def test_nothing_in_a_step_waits_for_the_device() -> None:
     import minillm.step as step
 
     for function in (
-        step.decode_step, step.sample_and_advance, model.Llama.decode, model.Llama._layers, reference.row_attention,
-        reference.qkv_rope_append, reference.gate_up_silu, reference.norm_logits, sampling.sample, sampling.penalise,
-        sampling.scale, sampling.keep_top, sampling.gumbel,
+        step.decode_step, step.sample_and_advance, model.Llama.decode, model.Llama._layers, reference.begin,
+        reference.row_attention, reference.qkv_rope_append, reference.gate_up_silu, reference.norm_logits,
+        sampling.sample, sampling.penalise, sampling.scale, sampling.keep_top, sampling.gumbel,
     ):  # fmt: skip
         source = inspect.getsource(function)
         for call in (".item(", ".cpu(", ".tolist(", "torch.tensor(", ".nonzero(", "bool(", "float(state", "int(state"):

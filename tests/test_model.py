@@ -12,6 +12,7 @@ from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.loading import load_model, make_plan
 from minillm.model import Llama
+from minillm.state import DecodeState
 
 BASE = dict(
     vocab_size=131, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
@@ -87,9 +88,11 @@ def tokens(count: int, seed: int = 1) -> torch.Tensor:
 
 
 def step(model: Llama, cache: KVCache, ids: list[int], positions: list[int]) -> torch.Tensor:
-    rows = torch.arange(len(ids))
-    at = torch.tensor(positions)
-    return model.decode(torch.tensor(ids), at, at, rows, cache, max(positions) + 1)
+    state = DecodeState.allocate(len(ids), model.config.vocab_size, torch.device("cpu"))
+    state.tokens.copy_(torch.tensor(ids))
+    state.positions.copy_(torch.tensor(positions))
+    state.active.fill_(True)
+    return model.decode(state, cache, max(positions) + 1)
 
 
 @pytest.mark.parametrize("style", ["new", "old"])

@@ -11,18 +11,23 @@ from torch import Tensor
 from .reference import Attend
 
 if TYPE_CHECKING:
+    from ..state import DecodeState
     from ..weights import LayerWeights
 
 
 class DecodeOps(Protocol):
     """What a decode step calls; `reference.py` says what each means. Both modules and objects can be one."""
 
+    def begin(
+        self, state: "DecodeState", embed: Tensor, rope_table: Tensor, scratch_slot: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
     def qkv_rope_append(
         self, x: Tensor, w: "LayerWeights", rope: Tensor, eps: float, kv: Tensor, rows: Tensor, slots: Tensor,
         head_dim: int,
     ) -> Tensor: ...  # fmt: skip
 
-    def row_attention(self, positions: Tensor, kv_len: int) -> Attend: ...
+    def row_attention(self, state: "DecodeState", kv_len: int) -> Attend: ...
 
     def linear_residual(self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor: ...
 

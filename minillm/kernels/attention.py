@@ -16,8 +16,8 @@ Two ways to work on a split, chosen by the length:
 - long: one program for all query heads that share K and V, which are read once; products on tensor cores, whose tiles
   have 16 rows at least, so that spare ones are zero. The splits are as many times finer as a group has heads.
 
-What may be read before the wait: `positions`, and the cache up to them. Both were written before an ordinary kernel
-(one without PDL) that this step has behind it, such as the gather of the embeddings, and ordinary kernels are fences.
+What may be read before the wait: `positions` and `active`, and the cache up to the positions. They were written before
+the ordinary kernel (one without PDL) that starts a step, and ordinary kernels are fences; see `begin.py`.
 """
 
 import triton
@@ -32,13 +32,14 @@ NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that n
 
 @triton.jit
 def attention_kernel(
-    q, k_cache, v_cache, positions, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
+    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
-    q, out: [rows, heads, D]; k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows].
+    q, out: [rows, heads, D]; k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
+    active: bytes [rows], 0 for padding, which stands at position 0.
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
     [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
     of two above SPLITS and up to SPLITS * GROUP. LONG equal to SPLITS leaves it out; then long_from is out of reach.
@@ -46,7 +47,7 @@ def attention_kernel(
     allow_next(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // GROUP
-    length = tl.load(positions + row).to(tl.int32) + 1
+    length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
     if length < long_from:

@@ -5,8 +5,9 @@ Whether they can be used is decided once, by `FusedOps.supports`, when a model i
 kernels: shapes, launch grids, and the scratch memory in which programs of one kernel leave parts for each other. That
 memory belongs to one FusedOps, so two streams must not share one.
 
-Products run fused for 1 to 32 rows; for more they are those of `reference.py`. Attention and the end of a greedy step
-are fused for any number of rows. Models with norms on q and k (qwen3) need one kernel more a layer.
+Products run fused for 1 to 32 rows; for more they are those of `reference.py`. Attention and the two ends of a step are
+fused for any number of rows. Models with norms on q and k (qwen3) need one kernel more a layer, and top-k and top-p
+stay plain operations: they sort the vocabulary.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..sampling import Mode, keep_top, penalise, scale
 from ..state import DecodeState
 from ..weights import LayerWeights
 from . import launch, reference
@@ -26,7 +28,8 @@ MAX_ROWS = 32
 """Products of more rows than this are left to `reference.py`."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-CHUNK = 2048  # logits that one program of greedy_finish looks through
+BLOCK = 1024  # elements of an embedding that one program copies
+CHUNK = 2048  # logits that one program looks through at the end of a step
 
 
 class FusedOps:
@@ -36,12 +39,11 @@ class FusedOps:
         max_rows, max_seq_len: of the cache that the operations will work on.
     """
 
-    def __init__(
-        self, config: ModelConfig, max_rows: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        from . import attention, finish, gemv  # here, because triton is only there with CUDA builds of PyTorch
+    def __init__(self, config: ModelConfig, max_rows: int, max_seq_len: int, device: torch.device) -> None:
+        # here, because triton is only there with CUDA builds of PyTorch
+        from . import attention, begin, draw, finish, gemv
 
-        self._gemv, self._attention, self._finish = gemv, attention, finish
+        self._begin, self._gemv, self._attention, self._finish, self._draw = begin, gemv, attention, finish, draw
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -51,12 +53,15 @@ class FusedOps:
             self.long_splits = launch.long_splits(self.splits.number, self.heads // self.kv_heads)
             self.long_from = launch.LONG_FROM
         parts = (max_rows, self.heads, self.long_splits)
-        chunks = launch.power_of_two(-(-config.vocab_size // CHUNK))
-        self.parts = torch.empty(*parts, self.head_dim, device=device)  # float32, as are the next three
+        chunks = (max_rows, launch.power_of_two(-(-config.vocab_size // CHUNK)))
+        self.parts = torch.empty(*parts, self.head_dim, device=device)  # float32, as are the next six
         self.maxima = torch.empty(parts, device=device)
         self.sums = torch.empty(parts, device=device)
-        self.best = torch.empty(max_rows, chunks, device=device)
-        self.index = torch.empty(max_rows, chunks, device=device, dtype=torch.int32)
+        self.peaks = torch.empty(chunks, device=device)
+        self.exponentials = torch.empty(chunks, device=device)
+        self.tops = torch.empty(chunks, device=device)
+        self.best = torch.empty(chunks, device=device)
+        self.index = torch.empty(chunks, device=device, dtype=torch.int32)
         # counters of arrivals: every kernel leaves them at zero
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
         self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
@@ -80,6 +85,21 @@ class FusedOps:
             if size % 16:
                 return f"fused kernels need a {name} that is a multiple of 16, not {size}"
         return None
+
+    def begin(
+        self, state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `reference.begin`: x [n, hidden], rope [n, head_dim / 2], slots [n]. The fence of a step: `begin.py`."""
+        n, hidden = state.tokens.shape[0], embed.shape[1]
+        x, rope = embed.new_empty(n, hidden), rope_table.new_empty(n, rope_table.shape[1])
+        slots = torch.empty_like(state.positions)
+        self._run(
+            self._begin.begin_kernel, (-(-hidden // BLOCK), n), 4,
+            state.tokens, state.positions, state.active.view(torch.uint8), embed, torch.view_as_real(rope_table),
+            x, torch.view_as_real(rope), slots, scratch_slot, hidden,
+            D=self.head_dim, DP=launch.power_of_two(self.head_dim), BLOCK=BLOCK, fence=True,
+        )  # fmt: skip
+        return x, rope, slots
 
     def qkv_rope_append(
         self, x: Tensor, w: LayerWeights, rope: Tensor, eps: float, kv: Tensor, rows: Tensor, slots: Tensor,
@@ -111,16 +131,16 @@ class FusedOps:
         )  # fmt: skip
         return q
 
-    def row_attention(self, positions: Tensor, kv_len: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def row_attention(self, state: DecodeState, kv_len: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Attention of one new token a row over positions 0 .. positions[row] of that row of the cache.
 
         Args:
-            positions: int64 [n]; read on the device, and before the kernel that precedes attention has ended: an
-                ordinary kernel must stand between what writes them and the operations of the first layer.
+            state: positions and active are read on the device, and before the kernel that precedes attention has
+                ended: an ordinary kernel, `begin`, must stand between what writes them and the first layer.
             kv_len: not used: the length is positions + 1.
         Returns: a function of q [n, heads, head_dim] and one layer of the cache, to [n, heads * head_dim].
         """
-
+        active = state.active.view(torch.uint8)
         group = self.heads // self.kv_heads
 
         def attend(q: Tensor, kv: Tensor) -> Tensor:
@@ -128,8 +148,8 @@ class FusedOps:
             out = q.new_empty(n, self.heads * self.head_dim)
             self._run(
                 self._attention.attention_kernel, (self.heads, self.splits.number, n), self.splits.warps,
-                q, kv[0], kv[1], positions, self.parts, self.maxima, self.sums, self.head_counters, out,
-                self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), self.long_from,
+                q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
+                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), self.long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=self.splits.number, LONG=self.long_splits,
                 BT=self.splits.tokens,
@@ -165,14 +185,40 @@ class FusedOps:
             return reference.norm_logits(x, norm, weight, eps)
         return self._linear(x, weight, norm, None, None, eps, torch.float32)
 
+    def sample_and_advance(self, logits: Tensor, state: DecodeState, mode: Mode) -> None:
+        """See `step.sample_and_advance`: logits float32 [n, vocab], the state of the n rows."""
+        if mode == Mode.GREEDY:
+            self.greedy_finish(logits, state)
+        else:
+            self._sampled_finish(logits, state, mode)
+
     def greedy_finish(self, logits: Tensor, state: DecodeState) -> None:
-        """What `step.sample_and_advance` does in `Mode.GREEDY`: logits float32 [n, vocab], the state of the n rows."""
+        """`sample_and_advance` in `Mode.GREEDY`."""
         n, vocab = logits.shape
         chunks = -(-vocab // CHUNK)
         self._run(
             self._finish.greedy_finish_kernel, (chunks, n), 8,
             logits, self.best, self.index, self.row_counters, state.tokens, state.positions,
             state.active.view(torch.uint8), state.limits, state.stops.view(torch.uint8), state.output, vocab,
+            BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
+        )  # fmt: skip
+
+    def _sampled_finish(self, logits: Tensor, state: DecodeState, mode: Mode) -> None:
+        """`sample_and_advance` in the other modes. Reads the state early: see `draw.py` for what must stand between."""
+        n, vocab = logits.shape
+        chunks, seen = -(-vocab // CHUNK), state.seen.view(torch.uint8)
+        self._run(
+            self._draw.measure_kernel, (chunks, n), 8,
+            logits, seen, state.repetition_penalty, self.peaks, self.exponentials, self.tops, vocab,
+            BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
+        )  # fmt: skip
+        scores = keep_top(scale(penalise(logits, state), state), state) if mode == Mode.FILTERED else None
+        self._run(
+            self._draw.draw_kernel, (chunks, n), 8,
+            logits, scores, seen, state.temperature, state.repetition_penalty, state.min_p, state.seeds,
+            self.peaks, self.exponentials, self.tops, self.best, self.index, self.row_counters,
+            state.tokens, state.positions, state.active.view(torch.uint8), state.limits,
+            state.stops.view(torch.uint8), state.output, vocab,
             BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
         )  # fmt: skip
 
@@ -192,7 +238,14 @@ class FusedOps:
         )  # fmt: skip
         return out
 
-    def _run(self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, **constants: int) -> None:
-        """Launch a kernel; on Hopper and later it may start before the one ahead of it has ended (`sync.py`)."""
-        options = {"launch_pdl": True} if self.pdl else {}
-        kernel[grid](*args, **constants, PDL=self.pdl, num_warps=warps, enable_fp_fusion=True, **options)
+    def _run(
+        self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
+    ) -> None:
+        """Launch a kernel; on Hopper and later it may start before the one ahead of it has ended (`sync.py`).
+
+        fence: launch it in the ordinary way: it starts when all before it has ended. Such a kernel has no PDL argument.
+        """
+        if not fence:
+            constants["PDL"] = self.pdl
+        options = {"launch_pdl": True} if self.pdl and not fence else {}
+        kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=True, **options)

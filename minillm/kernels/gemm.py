@@ -1,11 +1,15 @@
 """Products of a weight matrix with 5 to 32 rows of activations: the same kernels as in `gemv.py`, on tensor cores.
 
-From about five rows on, plain products would take longer than reading the weights. Tensor cores multiply tiles of at
-least 16 rows; the spare ones repeat the last real row and are not stored. Reading the weights is still what takes the
-time: tiles travel through shared memory, several ahead of the product, and the first is requested before the wait.
+From about five rows on, plain products would take longer than reading the weights. Tensor cores multiply 16 rows of
+weights by 8, 16 or 32 rows of activations, of which the spare ones are zero. Reading the weights is still what takes
+the time. They travel through shared memory (`cp.async`), several tiles ahead of the product, and so do the activations
+and the gain. All of that has to wait for the kernel before, because a pipeline keeps its loads together; so the weights
+are requested twice: before the wait into the L2 cache, which takes no register and no thread that waits.
 
-The norm is applied to the activations before the product, and costs a first pass over them: rounded to 16 bits
-unscaled, they could overflow in float16.
+As in `gemv.py`, the scale of the norm is computed beside the product and multiplied at its end: a pass over the
+activations ahead of the product would be a chain of reads that every program waits for. bfloat16 has the exponents
+of float32, so the product takes g * x as it is. In float16 that could overflow, so each tile of each row is brought
+to a largest value of 1, and its product back to size in float32.
 """
 
 import triton
@@ -13,40 +17,78 @@ import triton.language as tl
 
 # mypy: ignore-errors
 
-STAGES = tl.constexpr(4)  # tiles on their way
+ROOM = tl.constexpr(64 * 1024)  # bytes of shared memory for the tiles on their way in one program
+AHEAD = tl.constexpr(32 * 1024)  # bytes of weights that a program requests before the wait
 
 
 @triton.jit
 def dot_rows_wide(
-    wt, w, x, gain, first, n, N, eps,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    w, x, gain, first, n, N, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    """norm(x[m]) . w[first + row], float32 [M, BN]. wt: the first tile, [BN, BK], already loaded; gain or None."""
+    """norm(x[m]) . w[first + row], float32 [M, BN]. x: [n, K]; w: [N, K]; gain: [K] or None."""
+    FIT: tl.constexpr = ROOM // ((BN + M) * BK * 2)
+    STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # one of them is the tile in use, and has no memory of its own
     k = tl.arange(0, BK)
     rows = tl.minimum(first + tl.arange(0, BN), N - 1)
     wp = w + rows[:, None].to(tl.int64) * K + k[None, :]
-    xp = x + tl.minimum(tl.arange(0, M), n - 1)[:, None] * K + k[None, :]
-    scale = tl.zeros((M,), tl.float32)
+    xp = x + tl.arange(0, M)[:, None] * K + k[None, :]
+    real = (tl.arange(0, M) < n)[:, None]  # rows beyond n are not read, so that they cost nothing
+    acc, squares = tl.zeros((BN, M), tl.float32), tl.zeros((M, BK // 8), tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        if K % BK == 0:
+            wt = tl.load(wp + start, eviction_policy="evict_first")
+        else:
+            wt = tl.load(wp + start, mask=(start + k < K)[None, :], other=0.0, eviction_policy="evict_first")
+        acc, squares = add_tile(acc, squares, wt, xp, gain, real, start, K, M, BK)
+    y = tl.trans(acc)
     if gain is not None:
-        squares = tl.zeros((M,), tl.float32)
-        for start in tl.range(0, K, BK, num_stages=1):
-            xt = tl.load(xp + start, mask=(start + k < K)[None, :], other=0.0).to(tl.float32)
-            squares += tl.sum(xt * xt, 1)
-        scale = tl.rsqrt(squares / K + eps)
-    acc = tl.dot(normal_tile(xp, gain, scale, 0, K, BK), tl.trans(wt))
-    for start in tl.range(BK, K, BK, num_stages=STAGES):
-        inside = (start + k < K)[None, :]
-        wt = tl.load(wp + start, mask=inside, other=0.0, eviction_policy="evict_first")
-        acc = tl.dot(normal_tile(xp, gain, scale, start, K, BK), tl.trans(wt), acc)
-    return acc
+        y *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+    return y
 
 
 @triton.jit
-def normal_tile(xp, gain, scale, start, K: tl.constexpr, BK: tl.constexpr):
-    """Columns start .. start + BK - 1 of the activations, normalised if gain is given; zero beyond K."""
+def add_tile(acc, squares, wt, xp, gain, real, start, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
+    """Add the product of one tile to acc [BN, M], and if there is a gain, the squares of x to squares [M, BK / 8]."""
     k = start + tl.arange(0, BK)
-    xt = tl.load(xp + start, mask=(k < K)[None, :], other=0.0)
-    if gain is not None:
-        g = tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)
-        xt = (xt.to(tl.float32) * scale[:, None] * g[None, :]).to(xt.dtype)
-    return xt
+    inside = real if K % BK == 0 else real & (k < K)[None, :]
+    xt = tl.load(xp + start, mask=inside, other=0.0)  # [M, BK]
+    if gain is None:
+        acc = tl.dot(wt, tl.trans(xt), acc)
+    else:
+        g = tl.load(gain + k) if K % BK == 0 else tl.load(gain + k, mask=k < K, other=0.0)
+        xf = xt.to(tl.float32)
+        squares += tl.sum(tl.reshape(xf * xf, (M, BK // 8, 8)), 2)
+        xf *= g.to(tl.float32)[None, :]
+        if xt.dtype == tl.float16:
+            largest = tl.maximum(tl.max(tl.abs(xf), 1), 1e-30)  # [M]
+            acc += tl.dot(wt, tl.trans((xf / largest[:, None]).to(tl.float16))) * largest[None, :]
+        else:
+            acc = tl.dot(wt, tl.trans(xf.to(xt.dtype)), acc)
+    return acc, squares
+
+
+@triton.jit
+def request_rows(w, first, N, K: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
+    """Ask the L2 cache for the beginnings of rows first .. first + BN - 1 of w, AHEAD bytes in all.
+
+    It is one instruction a row, of the GPUs that have PDL, and nothing waits for it. Thread t takes row t.
+    """
+    BYTES: tl.constexpr = min(K * 2, AHEAD // BN) // 16 * 16
+    if PDL and BYTES > 0:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred mine;
+            .reg .u32 thread;
+            .reg .u64 row;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 mine, thread, $2;
+            mad.wide.u32 row, thread, $3, $1;
+            @mine cp.async.bulk.prefetch.L2.global [row], $4;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r",
+            [(w + first.to(tl.int64) * K).to(tl.int64, bitcast=True), tl.minimum(BN, N - first), K * 2, BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -11,6 +11,12 @@ from . import table
 LONG_FROM = 4096
 """From this length on, attention reads K and V once for all query heads that share them (`attention.py`)."""
 
+PLAIN_ROWS = 4
+"""Up to so many rows of activations, at most 4, plain products are faster than tensor cores."""
+
+PROGRAMS = 264
+"""Cut a matrix finely enough for so many programs: two for each of the 132 SMs of an H100 or H200."""
+
 
 class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns."""
@@ -34,8 +40,8 @@ def power_of_two(number: int) -> int:
 
 
 def row_bucket(n: int) -> int:
-    """The rows of activations that kernels are compiled for: 1, 2 and 4, then 16 and 32, the sizes of tensor cores."""
-    return power_of_two(n) if n <= 4 else max(16, power_of_two(n))
+    """The rows of activations that kernels are compiled for: powers of two, tensor cores with 8 and more of them."""
+    return power_of_two(n) if n <= PLAIN_ROWS else max(8, power_of_two(n))
 
 
 def tile(columns: int, rows: int, m: int, unit: int = 0) -> Tile:
@@ -45,18 +51,17 @@ def tile(columns: int, rows: int, m: int, unit: int = 0) -> Tile:
         unit: a program's rows must divide this (head_dim, where a program must stay within a head); 0 is no limit.
     """
     known = table.TILES.get((columns, rows, m))
-    shape = Tile(*known) if known is not None else _tile_by_rule(columns, m)
+    shape = Tile(*known) if known is not None else _tile_by_rule(columns, rows, m)
     while unit % shape.rows:
         shape = shape._replace(rows=shape.rows // 2)
     return shape
 
 
-def _tile_by_rule(columns: int, m: int) -> Tile:
+def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
     """Few wide tiles. A masked last tile wastes the lanes beyond the end, but no bytes: each tile is counted like a
-    fifth more of the work. 16 KB of weights a tile, 128 bytes a thread; for 4 rows of activations, half of that.
-    On tensor cores, tiles small enough that several are on their way at once."""
+    fifth more of the work. 16 KB of weights a tile, 128 bytes a thread; for 4 rows of activations, half of that."""
     if m > 4:
-        return Tile(32, min(128, power_of_two(columns)), 4)
+        return _wide_tile_by_rule(columns, rows, m)
     width = min(power_of_two(columns), 2048)
     choices = [width >> shift for shift in range(3) if width >> shift >= 16] or [16]
 
@@ -67,8 +72,20 @@ def _tile_by_rule(columns: int, m: int) -> Tile:
     best = min(choices, key=cost)  # of equals the widest, which comes first
     elements = 16384 if columns >= 4096 else 8192  # more rows a program where activations are long
     elements = elements // 2 if m == 4 else elements
-    rows = max(2, min(16, elements // best))
-    return Tile(rows, best, max(1, min(8, rows * best // 2048)))
+    height = max(2, min(16, elements // best))
+    while height > 2 and rows < height * PROGRAMS:
+        height //= 2
+    return Tile(height, best, max(1, min(8, height * best // 2048)))
+
+
+def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
+    """For tensor cores. A warp multiplies 16 rows at a time. 64 columns a warp at least: then a thread has two numbers
+    of the gain, and only reads of 4 bytes or more are made ahead of their use. Two programs and more must fit an SM."""
+    heights = (64, 32) if m == 8 else (32,)
+    height = next((height for height in heights if rows >= height * PROGRAMS), 16)
+    width = next((width for width in (256, 128, 64) if -(-columns // width) * width <= 1.25 * columns), 64)
+    width = min(width, power_of_two(columns))
+    return Tile(height, width, max(1, min(width // 64, 4 if m > 8 else max(2, height // 16))))
 
 
 def splits(heads: int, kv_heads: int, head_dim: int) -> Splits:

@@ -8,11 +8,12 @@ A layer of the decoder is five operations, and each is one function below:
     4. gate_up_silu      normalise, gate and up projections, SiLU(gate) * up
     5. linear_residual   down projection, added to the residual stream
 
-then once a step: `norm_logits`. They are functions of tensors alone. N is the number of tokens: one a row when
-decoding, a chunk of one row when prefilling. The weights are packed as `weights.py` says: the two halves of a rotary
-pair are neighbours, and so are the gate and the up row of one unit.
+and once a step `begin`, before the layers, and `norm_logits`, after them. They are functions of tensors alone. N is the
+number of tokens: one a row when decoding, a chunk of one row when prefilling. The weights are packed as `weights.py`
+says: the two halves of a rotary pair are neighbours, and so are the gate and the up row of one unit.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -21,13 +22,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from ..state import DecodeState
 from ..weights import LayerWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All of SDPA but cuDNN, which builds a plan for every new length: half a second for each new length of prompt."""
 
 Attend = Callable[[Tensor, Tensor], Tensor]
-"""(q [N, heads, head_dim], one layer of the cache [2, rows, kv_heads, slots, head_dim]) -> [N, heads * head_dim]"""
+"""From q [N, heads, head_dim] and a layer of the cache [2, rows, kv_heads, slots, head_dim] to [N, heads * head_dim]"""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,6 +42,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = torch.mv(weight, x[0])
         return (y if bias is None else y + bias).unsqueeze(0)
     return F.linear(x, weight, bias)
+
+
+def begin(state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What each row of a decode step feeds: its token at its position, or, if it is padding, token 0 at position 0.
+
+    Args:
+        embed: [vocab, hidden]. rope_table: complex64 [max_seq_len, head_dim / 2], e^{i m theta}.
+    Returns: x [n, hidden]; rope [n, head_dim / 2]; slots int64 [n], where K and V are written: the position, or the
+        scratch slot for padding.
+    """
+    slots = torch.where(state.active, state.positions, scratch_slot)
+    return embed[state.tokens * state.active], rope_table[state.positions * state.active], slots
 
 
 def qkv_rope_append(
@@ -72,26 +86,27 @@ def qkv_rope_append(
     return y[:, :heads]
 
 
-def row_attention(positions: Tensor, kv_len: int) -> Attend:
+def row_attention(state: DecodeState, kv_len: int) -> Attend:
     """Attention of one new token a row over that row of the cache.
 
-    The query heads that share a kv head stand where SDPA expects the tokens of a query, so K and V are read in place:
-    nothing is repeated for grouped heads (GQA, Ainslie et al. 2023, arXiv:2305.13245).
+    The query heads that share a kv head are the rows of one product with it, so K and V are read in place: nothing is
+    repeated for grouped heads (GQA, Ainslie et al. 2023, arXiv:2305.13245).
 
     Args:
-        positions: int64 [n]; row i sees positions 0 .. positions[i].
-        kv_len: what is read of the cache, more than every position.
+        state: row i sees positions 0 .. positions[i] if it is active, else position 0.
+        kv_len: what is read of the cache, more than every active row's position.
     Returns: the function of (q [n, heads, head_dim], one layer of the cache) that gives [n, heads * head_dim].
     """
-    mask = torch.arange(kv_len, device=positions.device) <= positions[:, None]  # [n, kv_len]
-    mask = mask[:, None, None]  # shared by all layers
+    last = state.positions * state.active
+    hidden = torch.arange(kv_len, device=last.device) > last[:, None]  # [n, kv_len]
+    mask = torch.zeros(hidden.shape, device=last.device).masked_fill_(hidden, -math.inf)[:, None, None]
 
     def attend(q: Tensor, kv: Tensor) -> Tensor:
         n, kv_heads = q.shape[0], kv.shape[2]
         k, v = kv[:, :n, :, :kv_len]  # each [n, kv_heads, kv_len, head_dim]
-        grouped = q.unflatten(1, (kv_heads, -1))  # [n, kv_heads, heads / kv_heads, head_dim]
-        with sdpa_kernel(BACKENDS):
-            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(n, -1)
+        grouped = q.unflatten(1, (kv_heads, -1)) * q.shape[-1] ** -0.5  # [n, kv_heads, heads / kv_heads, head_dim]
+        scores = grouped @ k.mT + mask  # float32 [n, kv_heads, heads / kv_heads, kv_len]
+        return (scores.softmax(-1).to(v.dtype) @ v).reshape(n, -1)
 
     return attend
 

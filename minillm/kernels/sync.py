@@ -7,7 +7,7 @@ of its own choice for the one before to end (`wait_for_previous`). What it loads
 for free, and in a decode step almost all bytes are weights, which nobody writes. The rules that keep it right:
 
 1. `allow_next` comes first. It gives no permission to read anything: only the wait does.
-2. Before the wait, read only what no kernel of this step writes. A kernel writes nothing before its wait.
+2. Before the wait, read only what no earlier kernel of this step writes. A kernel writes nothing before its wait.
 3. *Every* program waits, also one that has nothing to do. Only then does "the kernel before has ended" imply the same
    of all kernels before that one.
 4. The wait stands outside loops: the compiler moves loads of a pipelined loop above a wait inside it.

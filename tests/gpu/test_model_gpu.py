@@ -4,6 +4,8 @@ import pytest
 import torch
 from small import CONFIG, parts
 
+from minillm.state import DecodeState
+
 CUDA = torch.device("cuda", 0)
 
 
@@ -29,8 +31,12 @@ def test_prefill_whole_in_chunks_and_token_by_token_agree(dtype: torch.dtype) ->
     cuts = ((0, 16), (16, 17), (17, 80), (80, 100))
     got["chunks"] = torch.cat([model.prefill(ids[a:b], 0, a, cache, all_logits=True) for a, b in cuts])
     cache.kv.zero_()
-    rows = torch.zeros(1, dtype=torch.int64, device=CUDA)
-    at = torch.arange(100, device=CUDA)[:, None]
-    got["steps"] = torch.cat([model.decode(ids[i : i + 1], at[i], at[i], rows, cache, 128) for i in range(100)])
+    state, steps = DecodeState.allocate(1, CONFIG.vocab_size, CUDA), []
+    state.active.fill_(True)
+    for position, token in enumerate(ids):
+        state.tokens.copy_(token)
+        state.positions.fill_(position)
+        steps.append(model.decode(state, cache, 128))
+    got["steps"] = torch.cat(steps)
     for name, logits in got.items():
         assert (logits.cpu() - exact).norm() < limit, name
