@@ -26,7 +26,7 @@ def loops(code: list[str]) -> list[list[str]]:
 
 @pytest.mark.parametrize("n", [8, 32])
 def test_everything_streams(n: int, tmp_path: Path) -> None:
-    """Weights are asked for before the wait, then travel 16 bytes a copy; tensor cores multiply; nothing spills.
+    """Weights travel 16 bytes a copy, ahead of their use; tensor cores multiply; nothing spills.
 
     Guards two faults that gave right results at a third of the speed: a gain that was loaded by the loop only when it
     was needed (2 bytes a thread, too little for a copy ahead), and a pass over the activations before the loop.
@@ -37,8 +37,6 @@ def test_everything_streams(n: int, tmp_path: Path) -> None:
             continue
         found.add(name)
         code = disassemble(kernel.asm["cubin"], tmp_path)
-        place = {word: [i for i, line in enumerate(code) if word in line] for word in ("UBLKPF", "ACQBULK", "LDGSTS")}
-        assert place["UBLKPF"][0] < place["ACQBULK"][0] < place["LDGSTS"][0], name
         products = [i for i, line in enumerate(code) if re.search("HG?MMA", line)]
         unrolled = code[products[0] : products[-1]]  # what short loops become
         loop = next((loop for loop in loops(code) if any(re.search("HG?MMA", line) for line in loop)), unrolled)

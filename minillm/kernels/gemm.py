@@ -3,8 +3,8 @@
 From about five rows on, plain products would take longer than reading the weights. Tensor cores multiply 16 rows of
 weights by 8, 16 or 32 rows of activations, of which the spare ones are zero. Reading the weights is still what takes
 the time. They travel through shared memory (`cp.async`), several tiles ahead of the product, and so do the activations
-and the gain. All of that has to wait for the kernel before, because a pipeline keeps its loads together; so the weights
-are requested twice: before the wait into the L2 cache, which takes no register and no thread that waits.
+and the gain. All of that has to wait for the kernel before, because a pipeline keeps its loads together. (Asking the L2
+cache for the weights before the wait was tried, and gained nothing.)
 
 As in `gemv.py`, the scale of the norm is computed beside the product and multiplied at its end: a pass over the
 activations ahead of the product would be a chain of reads that every program waits for. bfloat16 has the exponents
@@ -18,7 +18,6 @@ import triton.language as tl
 # mypy: ignore-errors
 
 ROOM = tl.constexpr(64 * 1024)  # bytes of shared memory for the tiles on their way in one program
-AHEAD = tl.constexpr(32 * 1024)  # bytes of weights that a program requests before the wait
 
 
 @triton.jit
@@ -65,30 +64,3 @@ def add_tile(acc, squares, wt, xp, gain, real, start, K: tl.constexpr, M: tl.con
         else:
             acc = tl.dot(wt, tl.trans(xf.to(xt.dtype)), acc)
     return acc, squares
-
-
-@triton.jit
-def request_rows(w, first, N, K: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr):
-    """Ask the L2 cache for the beginnings of rows first .. first + BN - 1 of w, AHEAD bytes in all.
-
-    It is one instruction a row, of the GPUs that have PDL, and nothing waits for it. Thread t takes row t.
-    """
-    BYTES: tl.constexpr = min(K * 2, AHEAD // BN) // 16 * 16
-    if PDL and BYTES > 0:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred mine;
-            .reg .u32 thread;
-            .reg .u64 row;
-            mov.u32 thread, %tid.x;
-            setp.lt.u32 mine, thread, $2;
-            mad.wide.u32 row, thread, $3, $1;
-            @mine cp.async.bulk.prefetch.L2.global [row], $4;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r,r,r",
-            [(w + first.to(tl.int64) * K).to(tl.int64, bitcast=True), tl.minimum(BN, N - first), K * 2, BYTES],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -20,7 +20,7 @@ the last one, computed again, and not stored. The same kernels serve 5 to 32 row
 import triton
 import triton.language as tl
 
-from .gemm import dot_rows_wide, request_rows
+from .gemm import dot_rows_wide
 from .sync import allow_next, wait_for_previous
 
 # mypy: ignore-errors
@@ -80,14 +80,10 @@ def dot_rows(wt, wp, x, gain, n, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def request(
-    wp, w, first, N, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Before the wait: the first tile of weights, on its way to registers; for tensor cores, all on its way to L2."""
+def request(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
+    """Before the wait: the first tile of weights, on its way to registers. Tensor cores take theirs in their loop."""
     wt = wp
-    if M > 4:
-        request_rows(w, first, N, K, BN, PDL)
-    else:
+    if M <= 4:
         wt = load_tile(wp, 0, K, BK, "evict_first")
     return wt
 
@@ -113,7 +109,7 @@ def linear_kernel(
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, w, first, N, K, M, BN, BK, PDL)
+    wt = request(wp, K, M, BK)
     wait_for_previous(PDL)
     column = (first + tl.arange(0, BN))[None, :]
     m = tl.arange(0, M)[:, None]
@@ -137,7 +133,7 @@ def gate_up_kernel(
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, w, first, N, K, M, BN, BK, PDL)
+    wt = request(wp, K, M, BK)
     wait_for_previous(PDL)
     y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
     if bias is not None:
@@ -163,7 +159,7 @@ def qkv_rope_append_kernel(
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, w, first, N, K, M, BN, BK, PDL)
+    wt = request(wp, K, M, BK)
     wait_for_previous(PDL)
     m = tl.arange(0, M)
     real = m < n
