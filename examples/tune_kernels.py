@@ -248,8 +248,9 @@ def tune(model: str, rows: int, compiled: dict[str, list["Future[None]"]], deadl
     config = model_config(model)
     bench = DecodeBench(config, rows)
     start, begun = bench.milliseconds(), time.perf_counter()
-    for name, found in trials(config, rows).items():
-        good = [trial for trial, future in zip(found, compiled[name], strict=True) if future.exception() is None]
+    found = trials(config, rows)
+    for name, futures in compiled.items():
+        good = [trial for trial, future in zip(found[name], futures, strict=True) if future.exception() is None]
         if good and time.perf_counter() < deadline:
             improve(bench, name, good, deadline)
     spent = time.perf_counter() - begun
@@ -272,6 +273,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tune the launch shapes of minillm's fused kernels on this GPU.")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, choices=range(1, 33), default=[1, 2, 4, 8, 32], metavar="N")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KERNEL",
+                        choices=("gate_up", "down", "qkv", "o", "attention", "logits"),
+                        help="which to tune (default: all)")  # fmt: skip
     parser.add_argument("--plain-rows", type=int, choices=(1, 2, 4), default=launch.PLAIN_ROWS,
                         help="launch.PLAIN_ROWS for this run: tensor cores for more rows")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long, with what was found")
@@ -287,6 +291,7 @@ def main() -> None:
         {
             name: [pool.submit(compile_trial, model_config(model), rows, args.plain_rows, trial) for trial in found]
             for name, found in trials(model_config(model), rows).items()
+            if name in args.only or not args.only
         }
         for model, rows in runs
     ]

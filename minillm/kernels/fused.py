@@ -27,6 +27,9 @@ from . import launch, reference
 MAX_ROWS = 32
 """Products of more rows than this are left to `reference.py`."""
 
+NEVER = 2**31 - 1
+"""A length that no row has."""
+
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 1024  # elements of an embedding that one program copies
 CHUNK = 2048  # logits that one program looks through at the end of a step
@@ -48,8 +51,8 @@ class FusedOps:
         self.head_dim = config.head_dim
         self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.splits = launch.splits(self.heads, self.kv_heads, self.head_dim)
-        self.long_splits, self.long_from = self.splits.number, 2**31 - 1  # never the long way
-        if max_seq_len > launch.LONG_FROM and self.heads > self.kv_heads:
+        self.long_splits, self.long_from = self.splits.number, NEVER
+        if self.heads > self.kv_heads and (max_seq_len > launch.LONG_FROM or max_rows >= launch.LONG_ROWS):
             self.long_splits = launch.long_splits(self.splits.number, self.heads // self.kv_heads)
             self.long_from = launch.LONG_FROM
         parts = (max_rows, self.heads, self.long_splits)
@@ -146,10 +149,11 @@ class FusedOps:
         def attend(q: Tensor, kv: Tensor) -> Tensor:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
+            long_from = 0 if n >= launch.LONG_ROWS and self.long_from != NEVER else self.long_from
             self._run(
                 self._attention.attention_kernel, (self.heads, self.splits.number, n), self.splits.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
-                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), self.long_from,
+                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=self.splits.number, LONG=self.long_splits,
                 BT=self.splits.tokens,

@@ -18,6 +18,10 @@ PROGRAMS = 264
 """Cut a matrix finely enough for so many programs: two for each of the 132 SMs of an H100 or H200."""
 
 
+LONG_ROWS = 4
+"""With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
+
+
 class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns."""
 

@@ -19,14 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from ..state import DecodeState
 from ..weights import LayerWeights
-
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""All of SDPA but cuDNN, which builds a plan for every new length: half a second for each new length of prompt."""
 
 Attend = Callable[[Tensor, Tensor], Tensor]
 """From q [N, heads, head_dim] and a layer of the cache [2, rows, kv_heads, slots, head_dim] to [N, heads * head_dim]"""
@@ -122,9 +117,12 @@ def chunk_attention(row: int, start: int) -> Attend:
         length, kv_len = q.shape[0], start + q.shape[0]
         k, v = kv[:, row, None, :, :kv_len]  # each [1, kv_heads, kv_len, head_dim]
         query = q.transpose(0, 1)[None]  # [1, heads, T, head_dim]
-        # is_causal would align the triangle top-left, and hide what stands before the chunk
-        mask = causal_lower_right(length, kv_len) if start else None
-        with sdpa_kernel(BACKENDS):
+        if q.is_cuda and q.dtype != torch.float32:
+            # Called by its name, because `scaled_dot_product_attention` may pick cuDNN, which builds a plan for every
+            # new length of prompt, in half a second. Its triangle is aligned bottom-right, and it groups heads.
+            out = torch.ops.aten._scaled_dot_product_flash_attention(query, k, v, is_causal=True)[0]
+        else:  # here is_causal would align the triangle top-left, and hide what stands before the chunk
+            mask = torch.ones(length, kv_len, dtype=torch.bool, device=q.device).tril_(start) if start else None
             out = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=start == 0, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(length, -1)
 

@@ -37,7 +37,8 @@ SHAPES = {
 def config(name: str, **changes: object) -> ModelConfig:
     hidden, inter, heads, kv_heads, head_dim, more = SHAPES[name]
     sizes = {"hidden_size": hidden, "intermediate_size": inter, "head_dim": head_dim, "vocab_size": 2003}
-    return cases.config(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, **more, **changes)
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return cases.config(**{**sizes, **more, **changes})
 
 
 def angles_of(n: int, head_dim: int) -> tuple[Tensor, Tensor]:
