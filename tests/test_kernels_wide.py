@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wh
 
 from test_kernels_compile import LLAMA_1B, compile_step, disassemble
 
+from minillm.kernels import table
+
 PROJECTIONS = {"linear_kernel", "gate_up_kernel", "qkv_rope_append_kernel"}
 
 
@@ -25,12 +27,13 @@ def loops(code: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("n", [8, 32])
-def test_everything_streams(n: int, tmp_path: Path) -> None:
+def test_everything_streams(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights travel 16 bytes a copy, ahead of their use; tensor cores multiply; nothing spills.
 
     Guards two faults that gave right results at a third of the speed: a gain that was loaded by the loop only when it
     was needed (2 bytes a thread, too little for a copy ahead), and a pass over the activations before the loop.
     """
+    monkeypatch.setattr(table, "TILES", {})  # the rule promises it; what was measured to be faster may do as it likes
     found = set()
     for name, kernel in compile_step(LLAMA_1B, n, 90, torch.bfloat16):
         if name not in PROJECTIONS:

@@ -18,7 +18,7 @@ PROGRAMS = 264
 """Cut a matrix finely enough for so many programs: two for each of the 132 SMs of an H100 or H200."""
 
 
-LONG_ROWS = 4
+LONG_ROWS = 8
 """With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
 
 

@@ -5,7 +5,6 @@ import torch
 from small import CONFIG, parts
 
 from minillm.model import Llama
-
 from minillm.state import DecodeState
 
 CUDA = torch.device("cuda", 0)
