@@ -37,11 +37,11 @@ def sample_and_advance(logits: torch.Tensor, state: DecodeState, mode: Mode) -> 
         logits: float32 [n, vocab], of the token that each row fed last.
     """
     tokens, logprobs = sample(logits, state, mode)
-    best = logits.amax(-1)  # NaN if any logit is
+    chosen = logits.gather(1, tokens[:, None])[:, 0]  # a NaN or an infinite logit always wins, and is found here
     total = state.positions + 2  # tokens of prompt and answer, the new one included
     finished = torch.where(total >= state.limits, LENGTH, RUNNING)
     finished = torch.where(state.stops.gather(1, tokens[:, None])[:, 0], STOP, finished)
-    finished = torch.where(best.isfinite(), finished, BROKEN)
+    finished = torch.where(chosen.isfinite(), finished, BROKEN)
     if mode != Mode.GREEDY:
         state.seen.scatter_(1, tokens[:, None], True)
     state.output[:, 0] = tokens

@@ -46,6 +46,7 @@ def runner_of(built: Parts, captured: bool = True, backend: CudaBackend | None =
 
 def admit(built: Parts, row: int, position: int, params: SamplingParams) -> None:
     built[2].admit(row, [5 + row] * (position + 1), 4000, [], params, row + 1)
+    torch.cuda.synchronize()  # steps run on another stream than this
 
 
 def everything(built: Parts) -> list[torch.Tensor]:
@@ -171,6 +172,7 @@ def test_seeds_are_read_by_the_replay() -> None:
     texts = []
     for seed in (1, 2, 1):
         built[2].admit(0, [5], 4000, [], SamplingParams(), seed)
+        torch.cuda.synchronize()
         tokens = []
         with runner.on_stream():
             for kv_len in range(1, 65):
