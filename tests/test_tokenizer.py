@@ -19,22 +19,6 @@ from minillm.tokenizer import Tokenizer
 FILES = [kind for kind in KINDS if not kind.startswith("sentencepiece")]
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tokenizers")
-    return {kind: make(root / kind) for kind, make in KINDS.items()}
-
-
-@pytest.fixture(params=KINDS)
-def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
-    return folders[request.param]
-
-
-@pytest.fixture
-def tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.from_dir(folder)
-
-
 def transformers_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
