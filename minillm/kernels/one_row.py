@@ -30,7 +30,6 @@ class OneRow:
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._weights, self._rope, self._eps = weights, rope, config.rms_norm_eps
         self._scale = 1 / math.sqrt(head_dim)
-        self._zero = torch.zeros(())
         self._x, self._y = torch.empty(2, config.hidden_size)  # the residual stream, and what a projection reads of it
         self._qkv = torch.empty((heads + 2 * kv_heads) * head_dim)
         q_and_k, k_and_v = self._qkv[: (heads + kv_heads) * head_dim], self._qkv[heads * head_dim :]
@@ -71,7 +70,7 @@ class OneRow:
             torch.addmv(qkv, w.qkv, self._y, beta=0, alpha=scale, out=qkv)
             self._turning.mul_(turn)
             kv.select(2, slot).copy_(self._new_kv)
-            scores = torch.baddbmm(self._zero, self._q, k_transposed.narrow(2, 0, length), beta=0, alpha=self._scale)
+            scores = torch.bmm(self._q, k_transposed.narrow(2, 0, length)).mul_(self._scale)
             torch.bmm(scores.softmax(-1), v.narrow(1, 0, length), out=attended)
             x.addmv_(w.o, attended.view(-1))
             scale = self._norm(w.post_norm)
