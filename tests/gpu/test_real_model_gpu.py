@@ -1,4 +1,4 @@
-"""A real model on a GPU: its text with graphs is its text without, and what float32 would have said, up to near-ties."""
+"""A real model on a GPU: with graphs it writes what it writes without, and what float32 would have, up to near-ties."""
 
 from collections.abc import Iterator
 
