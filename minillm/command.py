@@ -160,7 +160,7 @@ def load_llm(options: argparse.Namespace) -> LLM:
             max_batch_size=1,
             max_seq_len=options.max_seq_len,
             graphs=options.graphs,
-            progress=sys.stderr.isatty(),
+            progress=is_terminal(sys.stderr),
         )
 
 
@@ -169,6 +169,8 @@ def load_llm(options: argparse.Namespace) -> LLM:
 
 def write(text: str) -> None:
     """Text on stdout, at once. BrokenPipeError if nobody reads it; MinillmError if it cannot be written."""
+    if sys.stdout is None:
+        raise MinillmError("standard output is closed; give the text somewhere to go")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -183,6 +185,8 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """A line for the person, on stderr. If nobody reads it, that is no reason to stop."""
+    if sys.stderr is None:
+        return
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:

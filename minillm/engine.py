@@ -119,12 +119,8 @@ class Engine:
                 self._admit()
                 enqueued = self._decode()
                 self._deliver(keep=1 if enqueued and self.device.type == "cuda" else 0)
-        except torch.OutOfMemoryError as error:
-            self._fail_all(
-                MemoryLimitError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
-            )
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
-            self._fail_all(error if isinstance(error, Exception) else MinillmError("interrupted by another thread"))
+            self._fail_all(_told(error))
             if not isinstance(error, Exception):
                 raise
 
@@ -140,10 +136,18 @@ class Engine:
         while self.waiting and None in self.rows:
             row, request = self.rows.index(None), self.waiting.popleft()
             self.rows[row] = request
-            logits = self._prefill(request.prompt_token_ids, row)[-1]
-            self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
-            finish_step(self.model, logits, self.state.narrow(row, 1), Mode.of(request.params))
-            self._issue([(row, request)])
+            try:
+                self._start(row, request)
+            except Exception as error:  # the others were not touched; a device that is lost ends them at their step
+                request.error = _told(error)
+                self._release(row)
+
+    def _start(self, row: int, request: Request) -> None:
+        """Prefill, and enqueue the first token."""
+        logits = self._prefill(request.prompt_token_ids, row)[-1]
+        self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
+        finish_step(self.model, logits, self.state.narrow(row, 1), Mode.of(request.params))
+        self._issue([(row, request)])
 
     def _prefill(self, token_ids: list[int], row: int, all_logits: bool = False) -> list[Tensor]:
         ids = torch.tensor(token_ids, dtype=torch.int64)
@@ -234,3 +238,10 @@ class Engine:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return self.runner.on_stream() if self.device.type == "cuda" else nullcontext()
+
+
+def _told(error: BaseException) -> Exception:
+    """What a request is told of an error that is not its own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return MemoryLimitError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
+    return error if isinstance(error, Exception) else MinillmError("a step was interrupted, and its requests are lost")

@@ -9,9 +9,10 @@ Everything is checked before the model is loaded that can be: the options, the p
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from .command import (
@@ -100,6 +101,8 @@ def generate(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     prompt = read_prompt(parser, options)
     params = sampling_params(options)
+    if options.json and params.seed is None:  # so that the object says how to make the same text again
+        params = replace(params, seed=secrets.randbits(32))
     with load_llm(options) as llm:
         if options.chat or options.system is not None:
             system = [] if options.system is None else [{"role": "system", "content": options.system}]
@@ -112,6 +115,8 @@ def generate(arguments: Sequence[str] | None) -> int:
         finally:  # an interrupt or an error leaves what was made, too
             if reply.token_ids or reply.finish_reason is not None:
                 write((as_json(options, llm, params, reply) if options.json else "") + "\n")
+        if not reply.token_ids:
+            note(f"the prompt has {len(ids)} tokens and fills the context of {llm.max_seq_len}: nothing could be added")
         if options.stats:
             note(StatsLine(llm)(reply.stats()))
     return 0

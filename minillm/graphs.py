@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 
 from .cache import KVCache
-from .errors import GraphError
+from .errors import ConfigError, GraphError
 from .sampling import Mode
 from .state import DecodeState
 
@@ -270,6 +270,14 @@ class GraphRunner:
         self._backend = None
 
 
+def check_graphs(graphs: str, device: torch.device) -> None:
+    """Refuse an impossible `graphs` option, before anything is loaded. Raises ConfigError or GraphError."""
+    if graphs not in ("auto", "on", "off"):
+        raise ConfigError(f"graphs must be 'auto', 'on' or 'off', not {graphs!r}")
+    if graphs == "on" and device.type != "cuda":
+        raise GraphError("graphs='on' needs a CUDA device: use graphs='auto', or device='cuda' on a machine with a GPU")
+
+
 def make_runner(
     step: Step,
     state: DecodeState,
@@ -284,8 +292,7 @@ def make_runner(
     Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
     once and runs eagerly, "on" raises `GraphError`.
     """
-    if graphs == "on" and backend is None:
-        raise GraphError("graphs='on' needs a CUDA device: use graphs='auto', or device='cuda' on a machine with a GPU")
+    check_graphs(graphs, state.tokens.device if backend is None else torch.device("cuda"))
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
     runner = GraphRunner(step, state, cache, backend, reason, by_kv_length)
     if graphs == "off":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 from pathlib import Path
 
+from .command import note
 from .convert import convert_gguf
 from .download import DOWNLOADS, download, weights_dir
 from .errors import CheckpointError, MinillmError
@@ -43,11 +43,13 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     """
     if model is None:
         return _known(DEFAULT_MODEL)
-    name = os.fspath(model)
-    path = Path(name).expanduser()
-    if name and path.is_dir():  # Path("") would be the current directory
+    if not isinstance(model, (str, os.PathLike)):
+        raise CheckpointError(f"a model is named by a path or a hub id, not by {type(model).__name__}")
+    name = os.path.expanduser(os.fspath(model))  # leaves the ~ of an unknown user as it is
+    path = Path(name)
+    if name and os.path.isdir(name):  # Path("") would be the current directory
         return path
-    if path.is_file():
+    if os.path.isfile(name):  # these two say False, where Path's methods raise, for names that cannot be
         if path.suffix.lower() == ".gguf":
             return _converted(path)
         raise CheckpointError(f"{path}: a file; give the directory that holds config.json, or a .gguf file")
@@ -74,7 +76,7 @@ def _converted(path: Path) -> Path:
     target = weights_dir() / "converted" / f"{path.stem}-{short_hash}"
     if (target / "config.json").is_file():
         return target
-    print(f"minillm: converting {path} once, into {target}", file=sys.stderr)
+    note(f"minillm: converting {path} once, into {target}")
     try:
         return convert_gguf(path, target, progress=True)
     except MinillmError:
@@ -88,7 +90,7 @@ def _from_hub(repo_id: str) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
-    print(f"minillm: {repo_id} is no local directory; looking on the Hugging Face hub", file=sys.stderr)
+    note(f"minillm: {repo_id} is no local directory; looking on the Hugging Face hub")
     try:
         directory = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=HUB_FILES))
     except errors.GatedRepoError as error:

@@ -4,6 +4,7 @@ It checks every request on the host before anything is launched, turns text into
 engine, and turns tokens back into text. Whoever waits for text drives the engine, one step at a time, under one lock.
 """
 
+import operator
 import secrets
 import threading
 import time
@@ -18,8 +19,8 @@ from .answer import Answer, Chunk, Completion, Pending
 from .cache import KVCache
 from .config import ModelConfig
 from .engine import Engine, Request
-from .errors import ConfigError, MinillmError, RequestError
-from .graphs import CudaBackend, GraphReport, GraphRunner, make_runner
+from .errors import MinillmError, RequestError
+from .graphs import CudaBackend, GraphReport, GraphRunner, check_graphs, make_runner
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
 from .model import Llama
@@ -60,9 +61,8 @@ class LLM:
         graphs: str = "auto",
         progress: bool = False,
     ) -> None:
-        if graphs not in ("auto", "on", "off"):
-            raise ConfigError(f"graphs must be 'auto', 'on' or 'off', not {graphs!r}")
         target = pick_device(device)
+        check_graphs(graphs, target)
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
@@ -73,7 +73,7 @@ class LLM:
     def from_model(
         cls, model: Llama, tokenizer: Tokenizer, max_batch_size: int, max_seq_len: int, graphs: str = "auto"
     ) -> "LLM":
-        """An LLM of a model that is already in memory: random weights in a benchmark, a mock in a test."""
+        """An LLM of a model that is in memory already (a benchmark's random weights), and this LLM's from here on."""
         llm = cls.__new__(cls)
         llm.tokenizer = tokenizer
         llm._start(model, max_batch_size, max_seq_len, graphs, progress=False)
@@ -85,8 +85,9 @@ class LLM:
         self._lock = threading.RLock()
         cache = KVCache(model.config, max_batch_size, max_seq_len, self.device, self.dtype)
         state = DecodeState.allocate(max_batch_size, model.config.vocab_size, self.device)
-        self._runner = _capture(model, cache, state, graphs, progress)
-        self._engine: Engine | None = Engine(model, cache, state, self._runner)
+        runner = _capture(model, cache, state, graphs, progress)
+        self._report = runner.report
+        self._engine: Engine | None = Engine(model, cache, state, runner)
         if self.device.type == "cuda":
             self._engine.warm_up()
 
@@ -110,11 +111,13 @@ class LLM:
             params: one for all, or a list with one for each prompt.
         Raises: RequestError before anything runs, if any of the prompts or parameters cannot be served.
         """
-        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and _is_int(prompts[0])):
+        if hasattr(prompts, "tolist"):  # an array or a tensor of token ids
+            prompts = prompts.tolist()
+        if isinstance(prompts, str) or (_is_list(prompts) and len(prompts) and _as_int(prompts[0]) is not None):
             return self.generate([prompts], params)[0]
-        if not isinstance(prompts, Sequence):
+        if not _is_list(prompts):
             raise RequestError(f"prompts must be a text, token ids, or a list of them, not {type(prompts).__name__}")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        each = list(params) if _is_list(params) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each"
@@ -137,6 +140,8 @@ class LLM:
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits, float32 [T, vocab] on the CPU: row t is the model's view of token t + 1."""
         ids = self._check_ids(token_ids)
+        if not ids:
+            raise RequestError("logits of no token ids were asked for: give at least one")
         with self._lock:
             return self._open().score(ids)
 
@@ -144,7 +149,7 @@ class LLM:
 
     def graph_report(self) -> GraphReport:
         """What was captured, how long it took, the bytes it holds, and how often it was replayed."""
-        return self._runner.report
+        return self._report
 
     @property
     def bytes_per_step(self) -> int:
@@ -174,31 +179,34 @@ class LLM:
 
     # ------------------------------------------------------------------ requests
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._check_ids(prompt)
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Ids on their way to the device, where a bad one would be an assert that poisons the whole process."""
-        if isinstance(token_ids, str) or not isinstance(token_ids, Sequence):
+        if hasattr(token_ids, "tolist"):
+            token_ids = token_ids.tolist()
+        if not _is_list(token_ids):
             raise RequestError(f"token ids must be a list of whole numbers, not {type(token_ids).__name__}")
-        for index, token_id in enumerate(token_ids):
-            if not _is_int(token_id) or not 0 <= token_id < self.config.vocab_size:
+        ids = [_as_int(token_id) for token_id in token_ids]
+        for index, token_id in enumerate(ids):
+            if token_id is None or not 0 <= token_id < self.config.vocab_size:
                 raise RequestError(
-                    f"token id {token_id!r} at index {index} is not a whole number below {self.config.vocab_size}"
+                    f"token id {token_ids[index]!r} at index {index} is no whole number below {self.config.vocab_size}"
                 )
-        if not token_ids:
+        if len(ids) > self.max_seq_len:
+            longer = " or raise max_seq_len" if self.max_seq_len < self.config.max_position_embeddings else ""
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens and the context {self.max_seq_len}: shorten the prompt{longer}"
+            )
+        return [token_id for token_id in ids if token_id is not None]
+
+    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> Pending:
+        ids, params = self._check_ids(token_ids), SamplingParams() if params is None else params
+        if not ids:
             raise RequestError(
                 "the prompt is empty, and this model has no begin token to start from: give it some text"
             )
-        if len(token_ids) > self.max_seq_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and the context {self.max_seq_len}: "
-                "shorten the prompt or raise max_seq_len"
-            )
-        return list(token_ids)
-
-    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> Pending:
-        ids, params = self._check_ids(token_ids), params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
         for token_id in params.stop_token_ids:
@@ -284,5 +292,16 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
         return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_list(value: object) -> bool:
+    """Whether it is a list, a tuple or the like; texts and bytes are sequences to Python only."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _as_int(value: object) -> int | None:
+    """A whole number of Python, NumPy or PyTorch as an int; None if it is none (True and False are none)."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor of floats has the method, and refuses
+        return None

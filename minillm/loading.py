@@ -45,12 +45,12 @@ def pick_device(name: str | torch.device) -> torch.device:
         raise ConfigError(f"unknown device {name!r}: use 'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'") from error
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
+        if not 0 <= (device.index or 0) < count:  # PyTorch wraps large numbers around to negative ones
             raise ConfigError(f"device {name!r} was asked for, and PyTorch sees {count} CUDA devices: use device='cpu'")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device 'mps' was asked for, and PyTorch has none here: use device='cpu'")
-    if device.type not in ("cpu", "mps"):
+    if device.type not in ("cpu", "mps") or device.index:
         raise ConfigError(f"device {name!r} is not supported: use 'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'")
     return device
 

@@ -20,7 +20,7 @@ from .weights import Weights
 
 
 class Llama:
-    """Weights, and the functions that turn token ids into logits. It holds no state: cache and state are arguments.
+    """Weights, and the functions that turn token ids into logits. Cache and state are arguments.
 
     Args:
         config: what config.json says. weights: packed as `weights.py` says, on any device, in any float dtype.

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from .state import DecodeState
 
 
+LARGEST = 1e30
+"""Bound of what becomes a float32: far from its limits, also as a factor of a logit, and beyond any use."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is answered. Checked when it is made; `RequestError` says what is wrong.
@@ -57,45 +61,43 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, 0.0, math.inf)
-        _check_int("top_k", self.top_k, 0)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_number("temperature", self.temperature, 0.0, LARGEST)
+        _check_int("top_k", self.top_k, 0, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0: it is the probability to keep; temperature=0 is greedy")
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty must be above 0; 1 is off")
+        _check_number("repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**64 - 1)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, (tuple, list)) or not all(isinstance(s, str) and s for s in stop):
             raise RequestError(f"stop must be a string or a list of non-empty strings, not {self.stop!r}")
+        if any("\ud800" <= character <= "\udfff" for text in stop for character in text):
+            raise RequestError("stop holds half of a surrogate pair, which no text can contain")
         object.__setattr__(self, "stop", tuple(stop))
         ids = self.stop_token_ids or ()
         if not isinstance(ids, (tuple, list)):
             raise RequestError(f"stop_token_ids must be a list of token ids, not {self.stop_token_ids!r}")
         for token_id in ids:
-            _check_int("stop_token_ids", token_id, 0)
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(ids))
         for name in ("ignore_eos", "logprobs"):
             if getattr(self, name) not in (True, False):
                 raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    bound = f"at least {low}" if high is None else f"from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise RequestError(f"{name} must be a whole number of {bound}, not {value!r}")
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
-    bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # a NaN fails every comparison, so the test is written as what must hold
-    if not (is_number and low <= value <= high and value < math.inf):  # type: ignore[operator]
-        raise RequestError(f"{name} must be a number of {bound}, not {value!r}")
+    if not (is_number and low <= value <= high):  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number from {low:g} to {high:g}, not {value!r}")
 
 
 class Mode(IntEnum):

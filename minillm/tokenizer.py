@@ -79,7 +79,17 @@ class Tokenizer:
         tokenizer lacks them, and decode to ""; beyond, an id is an error. Without it there is no upper bound.
         Raises TokenizerError if there is no tokenizer, or one of the files is broken.
         """
-        folder = Path(path)
+        try:
+            return cls._from_files(Path(path), model_vocab_size)
+        except TokenizerError:
+            raise
+        except BaseException as error:  # files may hold anything, and tokenizers answers some of it with a panic
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise TokenizerError(f"{path}: the files of the tokenizer are broken: {one_line(error)}") from error
+            raise
+
+    @classmethod
+    def _from_files(cls, folder: Path, model_vocab_size: int | None) -> Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         names = _named_tokens(config, _read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config, _read_json(folder / "added_tokens.json"), set(names.values()))
@@ -99,7 +109,12 @@ class Tokenizer:
             vocabulary = pieces
         else:
             raise TokenizerError(f"{folder} holds no tokenizer: neither tokenizer.json nor tokenizer.model is there")
-        return cls(vocabulary, names, config.get("add_bos_token"), _chat_template(folder, config), model_vocab_size)
+        add_bos = config.get("add_bos_token")
+        if not isinstance(add_bos, (bool, type(None))):
+            raise TokenizerError(
+                f"{folder}: add_bos_token of tokenizer_config.json must be true or false, not {add_bos!r}"
+            )
+        return cls(vocabulary, names, add_bos, _chat_template(folder, config), model_vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; with `add_special_tokens` one BOS in front, if the model wants it and it is not there.

@@ -304,3 +304,9 @@ def test_a_head_dim_of_its_own_needs_no_share_of_the_hidden_size() -> None:
         {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 80}
     )
     assert config.head_dim == 80
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once() -> None:
+    """Counting the weights of two thousand million layers took for ever."""
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        ModelConfig.from_dict({"model_type": "llama", "num_hidden_layers": 2**31 - 1})

@@ -129,9 +129,12 @@ def test_every_sampling_option_arrives(tiny: Path, capsys: pytest.CaptureFixture
         command(capsys, tiny, "hi", "--json", *arguments.split(), "--stop", "QQ", "--stop", "ZZ", "--ignore-eos")
     )
     assert out["sampling"] == asdict(SamplingParams(**wanted)) | {"stop": ["QQ", "ZZ"], "stop_token_ids": []}
-    defaults = json.loads(command(capsys, tiny, "hi", "--json"))["sampling"]
+    defaults = json.loads(command(capsys, tiny, "hi", "--json"))
     expected = asdict(SamplingParams(temperature=0.8)) | {"stop": [], "stop_token_ids": []}
-    assert defaults == expected
+    seed = defaults["sampling"]["seed"]
+    assert defaults["sampling"] == expected | {"seed": seed}
+    again = json.loads(command(capsys, tiny, "hi", "--json", "--seed", str(seed)))  # the drawn seed is told
+    assert again["token_ids"] == defaults["token_ids"]
 
 
 # ---------------------------------------------------------------------- what is written
@@ -166,8 +169,12 @@ def test_json_is_one_object_that_says_what_the_library_says(
 
 
 def test_a_prompt_that_fills_the_context_gives_an_empty_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(capsys, tiny, "a" * 128) == "\n"
-    assert json.loads(command(capsys, tiny, "a" * 128, "--json"))["finish_reason"] == "length"
+    assert generate.main(["--model", str(tiny), "a" * 128]) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n"
+    assert "128 tokens and fills the context of 128" in err
+    assert generate.main(["--model", str(tiny), "a" * 128, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
 
 
 def test_stats_are_one_line_on_stderr(
@@ -235,7 +242,7 @@ BAD = {
     "not a number": (["hi", "--temperature", "nan"], ["temperature", "nan"]),
     "no integer": (["hi", "--top-k", "abc"], ["--top-k", "abc"]),
     "top_p": (["hi", "--top-p", "0"], ["top_p must be above 0"]),
-    "max_tokens": (["hi", "--max-tokens", "0"], ["max_tokens", "at least 1"]),
+    "max_tokens": (["hi", "--max-tokens", "0"], ["max_tokens", "from 1 to"]),
     "seed": (["hi", "--seed", "-5"], ["seed", "-5"]),
     "stop": (["hi", "--stop", ""], ["stop"]),
     "dtype": (["hi", "--dtype", "float7"], ["float7", "bfloat16"]),

@@ -4,9 +4,11 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny import EOS, make_tiny_model
@@ -236,6 +238,8 @@ def test_empty_prompt_starts_from_the_begin_token_or_is_an_error(tmp_path: Path,
     [
         (dict(device="abacus"), "abacus"),
         (dict(device="cuda:99"), "CUDA devices"),
+        (dict(device="cuda:999"), "CUDA devices"),
+        (dict(device="cpu:5"), "not supported"),
         (dict(dtype="int3"), "int3"),
         (dict(graphs="maybe"), "maybe"),
         (dict(max_batch_size=0), "max_batch_size"),
@@ -272,6 +276,60 @@ def test_closed_is_closed(folder: Path) -> None:
         list(stream)
     with pytest.raises(MinillmError, match="closed"):
         llm.generate("a")
+
+
+def test_close_lets_go_of_weights_and_cache(folder: Path) -> None:
+    """Closing kept everything alive through the graph runner, so a second model was loaded beside the first."""
+    llm = LLM(folder, device="cpu", max_batch_size=1)
+    llm.generate("the king", GREEDY)
+    engine = llm._open()
+    parts = [weakref.ref(part) for part in (engine, engine.cache, engine.model, engine.state)]
+    del engine
+    llm.close()
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
+    assert llm.graph_report().eager_steps > 0
+
+
+def test_a_request_that_cannot_start_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that fitted no tensor ended every other open request with a bare RuntimeError."""
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    neighbour = llm.stream("the king", params)
+    text = next(neighbour).text
+    admit = llm._open().state.admit
+
+    def refuse(row: int, ids: list[int], *rest: object) -> None:
+        if ids == [7, 7]:
+            raise RuntimeError("value cannot be converted")
+        admit(row, ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm._open().state, "admit", refuse)
+    with pytest.raises(RuntimeError, match="converted"):
+        llm.generate([7, 7])
+    text += "".join(chunk.text for chunk in neighbour)
+    assert text == llm.generate("the king", params).text
+    assert llm._open().rows == [None] * 3
+
+
+def test_token_ids_of_numpy_and_torch(llm: LLM) -> None:
+    expected = llm.generate([5, 6, 7], GREEDY).token_ids
+    for ids in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), [np.int64(5), 6, torch.tensor(7)]):
+        assert llm.generate(ids, GREEDY).token_ids == expected  # type: ignore[call-overload]
+        assert llm.logits(ids).shape[0] == 3  # type: ignore[arg-type]
+    for bad in (b"hello", np.array([1.5]), torch.tensor([[1.5]]), 5):
+        with pytest.raises(MinillmError):
+            llm.generate(bad, GREEDY)  # type: ignore[call-overload]
+    for params in (5, 0, {}, "x"):
+        with pytest.raises(MinillmError):
+            llm.generate("a", params)  # type: ignore[call-overload]
+        with pytest.raises(MinillmError):
+            llm.stream("a", params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [5, b"x", ["a"], "x" * 300, "~nobody-of-this-name/x/y", ""])
+def test_what_is_no_model_is_one_error(model: object) -> None:
+    with pytest.raises(MinillmError):
+        LLM(model)  # type: ignore[arg-type]
 
 
 def test_import_is_light() -> None:

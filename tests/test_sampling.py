@@ -184,11 +184,13 @@ def test_logprobs_are_of_the_unchanged_distribution() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        dict(max_tokens=0), dict(max_tokens=1.5), dict(max_tokens=True), dict(temperature=-1),
-        dict(temperature=math.nan), dict(temperature=math.inf), dict(temperature="hot"), dict(top_k=-1),
-        dict(top_k=1.5), dict(top_p=0), dict(top_p=1.1), dict(top_p=math.nan), dict(min_p=-0.1), dict(min_p=2),
-        dict(repetition_penalty=0), dict(repetition_penalty=-1), dict(seed=-1), dict(seed=2**64), dict(seed=1.0),
-        dict(stop=[""]), dict(stop=[1]), dict(stop=5), dict(stop_token_ids=[-1]), dict(stop_token_ids=7),
+        dict(max_tokens=0), dict(max_tokens=1.5), dict(max_tokens=True), dict(max_tokens=2**63),
+        dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf), dict(temperature="hot"),
+        dict(temperature=1e300), dict(temperature=10**400), dict(top_k=-1), dict(top_k=1.5), dict(top_k=2**63),
+        dict(top_p=0), dict(top_p=1.1), dict(top_p=math.nan), dict(min_p=-0.1), dict(min_p=2),
+        dict(repetition_penalty=0), dict(repetition_penalty=-1), dict(repetition_penalty=1e39),
+        dict(repetition_penalty=1e-46), dict(seed=-1), dict(seed=2**64), dict(seed=1.0), dict(stop=[""]),
+        dict(stop=[1]), dict(stop=5), dict(stop=["\ud800"]), dict(stop_token_ids=[-1]), dict(stop_token_ids=7),
         dict(stop_token_ids=["a"]), dict(ignore_eos="no"), dict(logprobs=5),
     ],
     ids=str,

@@ -332,3 +332,39 @@ def test_import_is_cheap() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"added_tokens_decoder": {"300": {"content": 5}}},
+        {"bos_token": "\ud800"},
+        {"chat_template": [{"name": [1], "template": 1}]},
+        {"add_bos_token": "false"},
+    ],
+    ids=["token", "surrogate", "template", "flag"],
+)
+def test_files_that_say_nonsense_are_one_error(
+    broken: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Wrong types and lone surrogates in tokenizer_config.json came out as TypeError or UnicodeEncodeError."""
+    shutil.copytree(folders[FILES[0]], tmp_path / "copy")
+    write_json(tmp_path / "copy" / "tokenizer_config.json", broken)
+    with pytest.raises(TokenizerError) as raised:
+        Tokenizer.from_dir(tmp_path / "copy")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_post_processor_with_an_unknown_token_is_one_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    """tokenizers answers it with a panic, which is no Exception."""
+    shutil.copytree(folders[FILES[0]], tmp_path / "copy")
+    content = json.loads((tmp_path / "copy" / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {},
+    }
+    write_json(tmp_path / "copy" / "tokenizer.json", content)
+    with pytest.raises(TokenizerError):
+        Tokenizer.from_dir(tmp_path / "copy")
