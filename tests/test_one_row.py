@@ -28,6 +28,8 @@ def test_one_row_equals_the_general_way(heads: int, kv_heads: int, head_dim: int
     prompt = [5, 6, 7, 8]
     for m, c in ((model, cache), (other, other_cache)):
         m.prefill(torch.tensor(prompt), 0, 0, c)
+    for buffer in (model.one_row._x, model.one_row._y, model.one_row._qkv, model.one_row._gate_up):
+        buffer.fill_(torch.nan)  # nothing may be left of what was there before
     for position in (4, 5, 6, 39, 0, 20):
         state.admit(0, [position + 1] * (position + 1), 60, [], SamplingParams(), 0)
         got, expected = model.decode(state, cache, 40), other.decode(state, other_cache, 40)

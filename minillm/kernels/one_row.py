@@ -20,7 +20,7 @@ from ..weights import Weights
 
 
 class OneRow:
-    """The layers of `model.py`, for one row.
+    """The layers of `model.py`, for one row. It owns the buffers of a step, so one step runs at a time.
 
     Args:
         rope: the rotary table, complex64 [max_seq_len, head_dim / 2].
@@ -29,7 +29,9 @@ class OneRow:
     def __init__(self, config: ModelConfig, weights: Weights, rope: Tensor) -> None:
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self._weights, self._rope, self._eps = weights, rope, config.rms_norm_eps
-        self._scale = 1 / math.sqrt(head_dim)
+        # the rotation of q also scales it by 1 / sqrt(head_dim), so that the scores need not be
+        self._factors = torch.ones(heads + kv_heads, 1)
+        self._factors[:heads] = 1 / math.sqrt(head_dim)
         self._x, self._y = torch.empty(2, config.hidden_size)  # the residual stream, and what a projection reads of it
         self._qkv = torch.empty((heads + 2 * kv_heads) * head_dim)
         q_and_k, k_and_v = self._qkv[: (heads + kv_heads) * head_dim], self._qkv[heads * head_dim :]
@@ -40,8 +42,6 @@ class OneRow:
         self._gate_up = torch.empty(2 * config.intermediate_size)
         self._gate, self._up = self._gate_up.view(-1, 2).unbind(1)
         self._hidden = torch.empty(config.intermediate_size)
-        self._cache: KVCache | None = None
-        self._layers: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @staticmethod
     def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -49,38 +49,31 @@ class OneRow:
         extras = config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm
         return device.type == "cpu" and dtype == torch.float32 and not extras
 
-    def _bind(self, cache: KVCache) -> None:
-        """Views of row 0 of each layer: K and V [2, kv_heads, slots, head_dim], K transposed, V."""
-        self._cache = cache
-        self._layers = [(kv[:, 0], kv[0, 0].mT, kv[1, 0]) for kv in cache.kv]
-
     def decode(self, state: DecodeState, cache: KVCache) -> Tensor:
         """Logits of the one row of `state`, float32 [1, vocab]; writes its K and V to the cache."""
-        if cache is not self._cache:
-            self._bind(cache)
         token, position, slot = 0, 0, cache.scratch_slot
         if state.active.item():
             token, position = int(state.tokens.item()), int(state.positions.item())
             slot = position
-        length, turn = position + 1, self._rope[position]
-        x, qkv, gate_up, attended = self._x, self._qkv, self._gate_up, self._attended
+        turn = self._rope[position] * self._factors  # [heads + kv_heads, head_dim / 2]
+        row = cache.kv[:, :, 0]  # [layers, 2, kv_heads, slots, head_dim]
+        k_transposed, v = row[:, 0, :, : position + 1].mT.unbind(), row[:, 1, :, : position + 1].unbind()
+        new_slots = row[..., slot, :].unbind()  # each [2, kv_heads, head_dim]
+        x, y, attended = self._x, self._y, self._attended.view(-1)
         x.copy_(self._weights.embed[token])
-        for w, (kv, k_transposed, v) in zip(self._weights.layers, self._layers, strict=True):
-            scale = self._norm(w.input_norm)
-            torch.addmv(qkv, w.qkv, self._y, beta=0, alpha=scale, out=qkv)
+        for index, w in enumerate(self._weights.layers):
+            torch.mul(x, w.input_norm, out=y)
+            self._qkv.addmv_(w.qkv, y, beta=0, alpha=self._norm())
             self._turning.mul_(turn)
-            kv.select(2, slot).copy_(self._new_kv)
-            scores = torch.bmm(self._q, k_transposed.narrow(2, 0, length)).mul_(self._scale)
-            torch.bmm(scores.softmax(-1), v.narrow(1, 0, length), out=attended)
-            x.addmv_(w.o, attended.view(-1))
-            scale = self._norm(w.post_norm)
-            torch.addmv(gate_up, w.gate_up, self._y, beta=0, alpha=scale, out=gate_up)
+            new_slots[index].copy_(self._new_kv)
+            torch.bmm(torch.bmm(self._q, k_transposed[index]).softmax(-1), v[index], out=self._attended)
+            x.addmv_(w.o, attended)
+            torch.mul(x, w.post_norm, out=y)
+            self._gate_up.addmv_(w.gate_up, y, beta=0, alpha=self._norm())
             torch.mul(F.silu(self._gate), self._up, out=self._hidden)
             x.addmv_(w.down, self._hidden)
-        scale = self._norm(self._weights.norm)
-        return torch.mv(self._weights.lm_head, self._y * scale)[None]
+        return torch.mv(self._weights.lm_head, x * self._weights.norm * self._norm())[None]
 
-    def _norm(self, gain: Tensor) -> float:
-        """RMSNorm in two halves: gain * x into `_y`, and the factor that is still missing, for the product to apply."""
-        torch.mul(self._x, gain, out=self._y)
+    def _norm(self) -> float:
+        """The factor of RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) for x, which the products apply."""
         return 1 / math.sqrt(torch.dot(self._x, self._x).item() / self._x.shape[0] + self._eps)
