@@ -1,14 +1,9 @@
 """The fused kernels on a GPU, at real sizes: each against its definition in float64, and the same bits every time."""
 
-import sys
-from pathlib import Path
-
+import kernel_cases as cases
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import kernel_cases as cases
 
 from minillm.config import ModelConfig
 from minillm.kernels import launch, reference
