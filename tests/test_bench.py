@@ -89,6 +89,15 @@ def test_decode_gives_finite_sane_numbers(decoded: tuple[str, dict, Path]) -> No
         assert low * 0.99 <= row["batch"] * 1000 / mean_ms <= high * 1.01
 
 
+def test_table_and_file_give_the_same_ceiling(tmp_path: Path) -> None:
+    """The file rounded 15.0649 up to 15.065, whose four digits are 15.07, while the table gave 15.06."""
+    for ceiling in (15.0649e9, 15.0651e9, 4.04449e12):
+        report = Report("decode", {}, ceiling, [], Bars("", "", ""), rows=[])
+        report.write_json(tmp_path / "x.json")
+        kept = json.loads((tmp_path / "x.json").read_text())["ceiling_bytes_per_s"]
+        assert f"{kept / 1e9:.4g} GB/s" in report.text()
+
+
 def test_decode_prints_the_circumstances_and_the_table(decoded: tuple[str, dict, Path]) -> None:
     text, data, _ = decoded
     for name in ("machine", "versions", "date", "command", "model"):

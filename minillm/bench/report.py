@@ -54,7 +54,8 @@ class Report:
         about = {
             "bench": self.bench,
             **self.about,
-            "read ceiling": f"{self.ceiling / 1e9:.4g} GB/s, measured in this run",
+            # rounded from the figure in the JSON, so that the two can be compared
+            "read ceiling": f"{_rounded(self.ceiling) / 1e9:.4g} GB/s, measured in this run",
         }
         width = max(len(name) for name in about)
         lines = [f"{name:<{width}}  {value}" for name, value in about.items()]
