@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Request:
     finish_reason: str | None = None
     error: BaseException | None = None
     enqueued: int = 0
+
+    @cached_property
+    def mode(self) -> Mode:
+        """How much of the sampler its steps need; the same for all of them."""
+        return Mode.of(self.params)
 
     @property
     def done(self) -> bool:
@@ -146,7 +152,7 @@ class Engine:
         """Prefill, and enqueue the first token."""
         logits = self._prefill(request.prompt_token_ids, row)[-1]
         self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
-        finish_step(self.model, logits, self.state.narrow(row, 1), Mode.of(request.params))
+        finish_step(self.model, logits, self.state.narrow(row, 1), request.mode)
         self._issue([(row, request)])
 
     def _prefill(self, token_ids: list[int], row: int, all_logits: bool = False) -> list[Tensor]:
@@ -165,7 +171,7 @@ class Engine:
         if not live:
             return False
         position = max(len(r.prompt_token_ids) + r.enqueued - 1 for _, r in live)
-        mode = max(Mode.of(r.params) for _, r in live)
+        mode = max(r.mode for _, r in live)
         self.runner.step(live[-1][0] + 1, position + 1, mode, len(live))
         self._issue(live)
         return True

@@ -270,11 +270,11 @@ class GraphRunner:
         self._backend = None
 
 
-def check_graphs(graphs: str, device: torch.device) -> None:
+def check_graphs(graphs: str, has_gpu: bool) -> None:
     """Refuse an impossible `graphs` option, before anything is loaded. Raises ConfigError or GraphError."""
     if graphs not in ("auto", "on", "off"):
         raise ConfigError(f"graphs must be 'auto', 'on' or 'off', not {graphs!r}")
-    if graphs == "on" and device.type != "cuda":
+    if graphs == "on" and not has_gpu:
         raise GraphError("graphs='on' needs a CUDA device: use graphs='auto', or device='cuda' on a machine with a GPU")
 
 
@@ -292,7 +292,7 @@ def make_runner(
     Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
     once and runs eagerly, "on" raises `GraphError`.
     """
-    check_graphs(graphs, state.tokens.device if backend is None else torch.device("cuda"))
+    check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
     runner = GraphRunner(step, state, cache, backend, reason, by_kv_length)
     if graphs == "off":

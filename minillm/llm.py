@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 from tqdm import tqdm
@@ -62,7 +62,7 @@ class LLM:
         progress: bool = False,
     ) -> None:
         target = pick_device(device)
-        check_graphs(graphs, target)
+        check_graphs(graphs, has_gpu=target.type == "cuda")
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
@@ -111,8 +111,7 @@ class LLM:
             params: one for all, or a list with one for each prompt.
         Raises: RequestError before anything runs, if any of the prompts or parameters cannot be served.
         """
-        if hasattr(prompts, "tolist"):  # an array or a tensor of token ids
-            prompts = prompts.tolist()
+        prompts = _unpacked(prompts)
         if isinstance(prompts, str) or (_is_list(prompts) and len(prompts) and _as_int(prompts[0]) is not None):
             return self.generate([prompts], params)[0]
         if not _is_list(prompts):
@@ -184,8 +183,7 @@ class LLM:
 
     def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Ids on their way to the device, where a bad one would be an assert that poisons the whole process."""
-        if hasattr(token_ids, "tolist"):
-            token_ids = token_ids.tolist()
+        token_ids = _unpacked(token_ids)
         if not _is_list(token_ids):
             raise RequestError(f"token ids must be a list of whole numbers, not {type(token_ids).__name__}")
         ids = [_as_int(token_id) for token_id in token_ids]
@@ -290,6 +288,11 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
 
         # the fused attention reads each row's length on the device, so one recording serves every length
         return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
+
+
+def _unpacked(value: Any) -> Any:
+    """An array or a tensor as the list of its numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_list(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 A step streams all weights through the caches, so the code and the small tensors of everything between two products are
 cold each time, and every call costs about 10 microseconds whatever it computes. `reference.py` makes sixty calls a
-layer. Here there are fourteen: buffers and views of them are made once, residual additions and the scale of the norms
+layer. Here there are seventeen: buffers and views of them are made once, residual additions and the scale of the norms
 ride along in the products (y = alpha * W x + beta * y), and with no other rows to keep apart a position is a Python
 number, so attention reads exactly what there is and needs no mask.
 """
