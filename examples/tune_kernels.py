@@ -36,7 +36,7 @@ from minillm.state import DecodeState
 from minillm.step import decode_step
 from minillm.weights import allocate, randomise
 
-Shape = tuple[int, int, int]  # an entry of a table, and a key
+Shape = tuple[int, ...]  # an entry of a table, and a key
 Trial = tuple[str, Shape, Shape]  # what is varied, its key in the table, a shape to try
 
 MODELS = {  # layers, heads, kv heads, head_dim, hidden, intermediate, vocabulary
@@ -126,18 +126,27 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def tiles(columns: int, size: int, m: int) -> list[Shape]:
     """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps).
 
-    Tensor cores: 64 columns a warp at least (`gemm.py` loads the gain ahead only then).
+    Tensor cores: tiles of 4 to 32 KB. Matrices of few rows may be cut along their columns, too.
     Plain products: the four widths that waste least, 16 to 128 weights a thread, programs for every SM.
     """
     if m > 4:
         shapes = [
-            (16, 128, 1), (16, 128, 2), (16, 256, 2), (16, 256, 4), (16, 512, 4), (32, 64, 1), (32, 128, 2),
-            (32, 256, 2), (32, 256, 4), (64, 128, 2), (64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 64, 4),
+            (16, 256, 1), (16, 512, 1), (16, 256, 2), (16, 512, 2), (16, 1024, 2), (16, 512, 4), (16, 1024, 4),
+            (32, 128, 2), (32, 256, 2), (32, 512, 2), (32, 128, 4), (32, 256, 4), (32, 512, 4),
+            (64, 64, 2), (64, 128, 2), (64, 64, 4), (64, 128, 4), (64, 256, 4), (64, 256, 8),
+            (128, 64, 4), (128, 128, 4), (128, 128, 8),
         ]  # fmt: skip
+        in_parts = [
+            (32, 128, 2, 2), (32, 256, 2, 2), (32, 256, 4, 2), (32, 128, 2, 4), (32, 256, 4, 4), (64, 128, 4, 2),
+            (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
+            (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8),
+        ]  # fmt: skip
+        few = size <= 4096
         return [
-            (rows, width, warps)
-            for rows, width, warps in shapes
-            if -(-columns // width) * width <= 1.4 * columns and (rows == 16 or size >= 66 * rows)
+            shape
+            for shape in [*shapes, *(in_parts if few else [])]
+            if -(-columns // shape[1]) * shape[1] <= 1.4 * columns
+            and (shape[0] == 16 or size * math.prod(shape[3:]) >= 60 * shape[0])
         ]
 
     def cost(width: int) -> float:
@@ -155,9 +164,9 @@ def tiles(columns: int, size: int, m: int) -> list[Shape]:
     return [shape for _, shape in sorted(found)[:14]]
 
 
-def splits(head_dim: int) -> Iterator[Shape]:
+def splits(head_dim: int, rows: int) -> Iterator[Shape]:
     """Shapes worth a trial for attention: (splits, tokens a tile, warps), 32 to 64 numbers of K a thread."""
-    for number in (8, 16, 32, 4):
+    for number in (8, 16, 32, 4) if rows < launch.LONG_ROWS else (2, 4, 1, 8):
         for tokens in (32, 64, 128):
             for warps in (2, 4, 8):
                 if 32 <= tokens * head_dim // (32 * warps) <= 64:
@@ -171,9 +180,9 @@ def trials(config: ModelConfig, rows: int) -> dict[str, list[Trial]]:
         name: [(name, (columns, size, m), shape) for shape in tiles(columns, size, m)]
         for name, (columns, size) in matrices(config).items()
     }
-    if rows == 1:
-        key = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        attention = [("attention", key, shape) for shape in splits(config.head_dim)]
+    if rows == 1 or rows >= launch.LONG_ROWS:
+        key = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, m)
+        attention = [("attention", key, shape) for shape in splits(config.head_dim, rows)]
         found = {**found, "attention": attention, "logits": found.pop("logits")}
     return found
 
@@ -260,11 +269,13 @@ def tune(model: str, rows: int, compiled: dict[str, list["Future[None]"]], deadl
 def write_table(path: Path) -> None:
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     text = f'"""{table.__doc__}"""\n\nMEASURED_ON = "{where}"\n\n'
-    text += "TILES: dict[tuple[int, int, int], tuple[int, int, int]] = {\n"
-    text += "    # (columns K, rows N of the matrix, rows of activations): (rows a program, columns a tile, warps)\n"
+    text += "TILES: dict[tuple[int, ...], tuple[int, ...]] = {\n"
+    text += (
+        "    # (columns K, rows N of the matrix, rows of activations): (rows a program, columns a tile, warps, parts)\n"
+    )
     text += "".join(f"    {key}: {value},\n" for key, value in sorted(table.TILES.items()))
-    text += "}\n\nATTENTION: dict[tuple[int, int, int], tuple[int, int, int]] = {\n"
-    text += "    # (query heads, kv heads, head_dim): (splits, tokens a tile, warps)\n"
+    text += "}\n\nATTENTION: dict[tuple[int, ...], tuple[int, ...]] = {\n"
+    text += "    # (query heads, kv heads, head_dim, rows): (splits, tokens a tile, warps)\n"
     text += "".join(f"    {key}: {value},\n" for key, value in sorted(table.ATTENTION.items())) + "}\n"
     path.write_text(text)
 

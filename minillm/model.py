@@ -61,7 +61,8 @@ class Llama:
         if self.one_row is not None and state.rows.shape[0] == 1:
             return self.one_row.decode(state, cache)
         ops = self._decode_ops
-        x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot)
+        first = self.weights.layers[0].input_norm
+        x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot, first)
         attend = ops.row_attention(state, kv_len)
         return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend))
 
@@ -75,11 +76,13 @@ class Llama:
             rows, slots: [N], where in the cache their K and V are written.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
-        for index, w in enumerate(self.weights.layers):
+        layers = self.weights.layers
+        following = [w.input_norm for w in layers[1:]] + [self.weights.norm]  # the norm after each layer
+        for index, w in enumerate(layers):
             kv = cache.layer(index)
             q = ops.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
-            x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x)
-            x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x)
+            x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x, w.post_norm)
+            x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x, following[index])
         return x
 
     def _logits(self, ops: DecodeOps, x: Tensor) -> Tensor:

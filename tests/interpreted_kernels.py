@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm import sampling
-from minillm.kernels import draw, launch, reference
+from minillm.kernels import draw, launch, reference, table
+from minillm.kernels import fused as fused_module
 from minillm.kernels.fused import BLOCK, CHUNK, FusedOps
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import BROKEN, DecodeState
@@ -26,17 +27,23 @@ CPU, EPS, LENGTH = torch.device("cpu"), 1e-5, 150
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
+@pytest.fixture(autouse=True)
+def plain_products_up_to_four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that they are made for; and the interpreter has no bfloat16 matrix product."""
+    monkeypatch.setattr(launch, "PLAIN_ROWS", 4)
+
+
 def assert_close(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:
     """The interpreter casts to bfloat16 by cutting bits off, which errs by twice as much as rounding."""
     cases.assert_close(got, want, roundings * (2 if got.dtype == BF16 else 1))
 
 
-def fused(cfg, splits=launch.Splits(4, 16, 4)) -> FusedOps:  # noqa: B008
+def fused(cfg, splits=launch.Splits(4, 16, 4), max_rows: int = 8) -> FusedOps:  # noqa: B008
     """With few and small splits: the interpreter needs milliseconds for a program. Scratch is poisoned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "splits", lambda *_: splits)
-        ops = FusedOps(cfg, 4, LENGTH, CPU)
-    for scratch in (ops.parts, ops.maxima, ops.sums, ops.peaks, ops.exponentials, ops.tops, ops.best):
+        ops = FusedOps(cfg, max_rows, LENGTH, CPU)
+    for scratch in (ops.parts, ops.maxima, ops.sums, ops.peaks, ops.exponentials, ops.tops, ops.best, ops.squares):
         scratch.fill_(math.nan)
     return ops
 
@@ -88,6 +95,58 @@ def test_tensor_cores(columns: int, n: int) -> None:
     with cases.poisoned_outputs():
         got = fused(cases.config()).linear_residual(y, weight, None, x)
     assert_close(got, cases.linear_residual(y, weight, None, x))
+
+
+# parts that divide the columns; a masked last part; parts that have no column at all
+@pytest.mark.parametrize(("columns", "parts"), [(256, 2), (576, 4), (576, 8)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_columns_in_parts(columns: int, parts: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, because the first leaves the counters for the second; the parts of the first are poison by then."""
+    monkeypatch.setitem(table.TILES, (columns, 64, 8), (32, 128, 4, parts))
+    weight = cases.random(1, CPU, FP16, 64, columns, scale=columns**-0.5)
+    bias = cases.random(2, CPU, FP16, 64) if biased else None
+    y, x = cases.random(3, CPU, FP16, 6, columns), cases.random(4, CPU, FP16, 6, 64)
+    ops = fused(cases.config(hidden_size=64))
+    for _ in range(2):
+        ops.product_parts.fill_(math.nan)
+        with cases.poisoned_outputs():
+            got = ops.linear_residual(y, weight, bias, x)
+        assert_close(got, cases.linear_residual(y, weight, bias, x))
+        assert not ops.block_counters.any()
+
+
+@pytest.mark.parametrize("n", [6, 17])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_stream_that_is_prepared_for_its_norm(n: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What writes a residual stream leaves gain * x and the sums of squares; what reads another stream ignores them.
+
+    In bfloat16 on a GPU; here float16, because the interpreter has no bfloat16 matrix product.
+    """
+    monkeypatch.setattr(fused_module, "PREPARED", (FP16,))
+    cfg = cases.config(hidden_size=576, num_attention_heads=3, num_key_value_heads=1)
+    for columns in (576, cfg.num_attention_heads * cfg.head_dim):
+        monkeypatch.setitem(table.TILES, (columns, 576, launch.row_bucket(n)), (32, 64, 4, parts))
+    layer, ops = cases.random_layer(cfg, 1, CPU, FP16), fused(cfg, max_rows=32)
+    embed, y = cases.random(2, CPU, FP16, 97, 576), cases.random(3, CPU, FP16, n, layer.o.shape[1])
+    rope_table = torch.ones(LENGTH, cfg.head_dim // 2, dtype=torch.complex64)
+    state, bound = cases.state_at([0] * n, 97, CPU), 2 * torch.finfo(FP16).eps
+    kv = torch.zeros(2, n, 1, 8, cfg.head_dim, dtype=FP16)
+
+    def check(got: Tensor, want: Tensor) -> None:
+        assert (got.double() - want).abs().max() < bound * want.abs().max()
+
+    with cases.poisoned_outputs():
+        x, rope, slots = ops.begin(state, embed, rope_table, 7, layer.input_norm)
+        q = ops.qkv_rope_append(x, layer, rope, EPS, kv, state.rows, slots, cfg.head_dim)
+        check(q.flatten(1), cases.linear(cases.rms_norm(x, layer.input_norm, EPS), layer.qkv, None)[:, : q[0].numel()])
+        x = ops.linear_residual(y, layer.o, None, x, layer.post_norm)
+        check(ops.gate_up_silu(x, layer, EPS), cases.gate_up_silu(x, layer, EPS))
+        check(
+            ops.norm_logits(x, layer.post_norm, embed, EPS),
+            cases.linear(cases.rms_norm(x, layer.post_norm, EPS), embed, None),
+        )
+        other = x + 1
+        check(ops.gate_up_silu(other, layer, EPS), cases.gate_up_silu(other, layer, EPS))
 
 
 @pytest.mark.parametrize(("hidden", "n"), [(64, 16), (576, 6)])

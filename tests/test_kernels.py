@@ -1,5 +1,7 @@
 """Runs interpreted_kernels.py in a process in which Triton interprets kernels, and tests what needs no kernel."""
 
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -37,8 +39,9 @@ def test_tiles_are_powers_of_two_that_fit_a_thread(columns: int, m: int) -> None
 
 
 def test_the_table_holds_only_what_kernels_can_take() -> None:
-    for (columns, _, m), (rows, width, warps) in table.TILES.items():
+    for (columns, _, m), (rows, width, warps, *parts) in table.TILES.items():
         assert m in {launch.row_bucket(n) for n in range(1, 33)}
+        assert math.prod(parts) <= launch.MAX_PARTS
         assert all(number == launch.power_of_two(number) for number in (rows, width, warps))
         assert rows * width <= 128 * 32 * warps
         assert width < 2 * columns
@@ -48,12 +51,13 @@ def test_the_table_holds_only_what_kernels_can_take() -> None:
 
 
 def test_long_splits_are_a_power_of_two_that_the_programs_can_fill() -> None:
-    for count in (1, 4, 8, 16, 32):
-        for group in (1, 2, 3, 4, 7, 8, 16):
-            number = launch.long_splits(count, group)
-            assert count <= number <= count * group
-            assert number > count or group == 1
-            assert number == launch.power_of_two(number)
+    for count, group, rows in itertools.product((1, 4, 8, 16, 32), (1, 2, 3, 4, 7, 8, 16), (1, 7, 8, 32)):
+        number, start = launch.long_way(count, group, rows, 2**17)
+        assert count <= number <= count * group
+        assert number > count or group == 1
+        assert number == launch.power_of_two(number)
+        assert start == (launch.NEVER if group == 1 else 0 if rows >= launch.LONG_ROWS else launch.LONG_FROM)
+    assert launch.long_way(8, 4, 1, launch.LONG_FROM) == (8, launch.NEVER)  # a cache that holds no long context
 
 
 def test_supports_says_why_not() -> None:

@@ -19,7 +19,7 @@ class DecodeOps(Protocol):
     """What a decode step calls; `reference.py` says what each means. Both modules and objects can be one."""
 
     def begin(
-        self, state: "DecodeState", embed: Tensor, rope_table: Tensor, scratch_slot: int
+        self, state: "DecodeState", embed: Tensor, rope_table: Tensor, scratch_slot: int, gain: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def qkv_rope_append(
@@ -29,7 +29,9 @@ class DecodeOps(Protocol):
 
     def row_attention(self, state: "DecodeState", kv_len: int) -> Attend: ...
 
-    def linear_residual(self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor: ...
+    def linear_residual(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None
+    ) -> Tensor: ...
 
     def gate_up_silu(self, x: Tensor, w: "LayerWeights", eps: float) -> Tensor: ...
 

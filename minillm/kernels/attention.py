@@ -11,10 +11,12 @@ has a fixed number of splits, of which as many work as there are tiles of `BT` t
 Two ways to work on a split, chosen by the length:
 
 - short: one program a query head, plain float32 products. The heads that share K and V each read them, the later ones
-  from the L2 cache. That is many small programs, and at short lengths time is latency, not bytes. The first tile is
-  requested before the wait (`sync.py`): all but the newest token was written by earlier steps.
+  from the L2 cache. That is many small programs, and at short lengths time is latency, not bytes.
 - long: one program for all query heads that share K and V, which are read once; products on tensor cores, whose tiles
-  have 16 rows at least, so that spare ones are zero. The splits are as many times finer as a group has heads.
+  have 16 rows at least, so that spare ones are zero. The splits are as many times finer as a group has heads. Many rows
+  of any length are read this way too: there are programs enough then, and the bytes are what takes the time.
+
+Both request their first tile before the wait (`sync.py`): all but the newest token was written by earlier steps.
 
 What may be read before the wait: `positions` and `active`, and the cache up to the positions. They were written before
 the ordinary kernel (one without PDL) that starts a step, and ordinary kernels are fences; see `begin.py`.
@@ -86,18 +88,15 @@ def long_way(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the GROUP query heads from number `at` on."""
-    wait_for_previous(PDL)
     tokens, splits = share(length, LONG, BT)
     first, line = split * tokens, at * LONG
-    if split < splits:
-        one_group(
-            q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-            first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT,
-        )  # fmt: skip
+    one_group(
+        q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
+        length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, PDL,
+    )  # fmt: skip
+    if split < splits:  # noqa: SIM102, as above
         if last_to_arrive(counters + at, splits):
-            for g in range(GROUP):
-                here = line + g * LONG
-                merge(parts + here * D, maxima + here, sums + here, out + (at + g) * D, splits, D, DP, LONG)
+            merge_group(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, GROUP, LONG)
 
 
 @triton.jit
@@ -158,34 +157,48 @@ def one_head(
 
 @triton.jit
 def one_group(
-    q, k_head, v_head, part, maximum, total, first, end, scale,
+    q, k_head, v_head, part, maximum, total, length, first, end, scale,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart."""
+    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart. It waits."""
     d = tl.arange(0, DP)
     g = tl.arange(0, GP)
-    wide = d < D
-    real = (g < GROUP)[:, None] & wide[None, :]
-    query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
-    m = tl.full((GP,), NEVER, tl.float32)
-    l = tl.zeros((GP,), tl.float32)  # noqa: E741
-    acc = tl.zeros((GP, DP), tl.float32)
-    for t0 in tl.range(first, end, BT, num_stages=1):
-        t = t0 + tl.arange(0, BT)
-        tile = t[:, None] * D + d[None, :]
-        inside = (t < end)[:, None] & wide[None, :]
-        k = tl.load(k_head + tile, mask=inside, other=0.0)  # [BT, DP]
-        v = tl.load(v_head + tile, mask=inside, other=0.0)
+    wide = (d < D)[None, :]
+    real = (g < GROUP)[:, None] & wide
+    t = first + tl.arange(0, BT)
+    tile = t[:, None] * D + d[None, :]
+    newest = length - 1
+    past = ((t < end) & (t < newest))[:, None] & wide
+    k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
+    v = tl.load(v_head + tile, mask=past, other=0.0)
+    wait_for_previous(PDL)
+    if first < end:
+        query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
+        new = (t == newest)[:, None]
+        k = tl.where(new, tl.load(k_head + newest * D + d[None, :], mask=wide, other=0.0), k)
+        v = tl.where(new, tl.load(v_head + newest * D + d[None, :], mask=wide, other=0.0), v)
         score = tl.where((t < end)[None, :], tl.dot(query, tl.trans(k)) * scale, NEVER)  # [GP, BT]
-        higher = tl.maximum(m, tl.max(score, 1))
-        p = tl.exp(score - higher[:, None])
-        shrink = tl.exp(m - higher)
-        l = l * shrink + tl.sum(p, 1)  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        m = higher
-    tl.store(part + g[:, None] * (LONG * D) + d[None, :], acc, mask=real)
-    tl.store(maximum + g * LONG, m, mask=g < GROUP)
-    tl.store(total + g * LONG, l, mask=g < GROUP)
+        m = tl.max(score, 1)
+        p = tl.exp(score - m[:, None])
+        l = tl.sum(p, 1)  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v)  # [GP, DP]
+        for t0 in tl.range(first + BT, end, BT, num_stages=1):
+            t = t0 + tl.arange(0, BT)
+            tile = t[:, None] * D + d[None, :]
+            inside = (t < end)[:, None] & wide
+            k = tl.load(k_head + tile, mask=inside, other=0.0)
+            v = tl.load(v_head + tile, mask=inside, other=0.0)
+            score = tl.where((t < end)[None, :], tl.dot(query, tl.trans(k)) * scale, NEVER)
+            higher = tl.maximum(m, tl.max(score, 1))
+            p = tl.exp(score - higher[:, None])
+            shrink = tl.exp(m - higher)
+            l = l * shrink + tl.sum(p, 1)  # noqa: E741
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            m = higher
+        tl.store(part + g[:, None] * (LONG * D) + d[None, :], acc, mask=real)
+        tl.store(maximum + g * LONG, m, mask=g < GROUP)
+        tl.store(total + g * LONG, l, mask=g < GROUP)
 
 
 @triton.jit
@@ -201,3 +214,32 @@ def merge(parts, maxima, sums, out, splits, D: tl.constexpr, DP: tl.constexpr, S
     weight = tl.exp(m - tl.max(m, 0))
     result = tl.sum(part * weight[:, None], 0) / tl.sum(l * weight, 0)
     tl.store(out + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def merge_group(
+    parts, maxima, sums, out, splits,
+    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
+    """`merge` for GROUP heads, as many at once as a program has registers for: one after the other they would wait for
+    their reads one after the other."""
+    AT_ONCE: tl.constexpr = min(tl.constexpr(2 ** (GROUP - 1).bit_length()), max(1, 8192 // (LONG * DP)))
+    s = tl.arange(0, LONG)
+    d = tl.arange(0, DP)
+    for first in tl.static_range(0, GROUP, AT_ONCE):
+        g = first + tl.arange(0, AT_ONCE)
+        line = g[:, None] * LONG + s[None, :]
+        there = (g < GROUP)[:, None] & (s < splits)[None, :]  # [AT_ONCE, LONG]
+        m = tl.load(maxima + line, mask=there, other=NEVER, cache_modifier=".cg")
+        l = tl.load(sums + line, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
+        inside = there[:, :, None] & (d < D)[None, None, :]
+        part = tl.load(
+            parts + line[:, :, None] * D + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
+        )  # [AT_ONCE, LONG, DP]
+        weight = tl.exp(m - tl.max(m, 1)[:, None])
+        total = tl.sum(l * weight, 1)
+        result = tl.sum(part * weight[:, :, None], 1) / tl.where(g < GROUP, total, 1.0)[:, None]
+        tl.store(
+            out + g[:, None] * D + d[None, :], result.to(out.dtype.element_ty),
+            mask=(g < GROUP)[:, None] & (d < D)[None, :],
+        )  # fmt: skip

@@ -22,8 +22,8 @@ import triton.language as tl
 
 @triton.jit
 def begin_kernel(
-    tokens, positions, active, embed, rope_table, x, rope, slots, scratch_slot, hidden,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, positions, active, embed, rope_table, x, rope, slots, gain, scaled, squares, scratch_slot, hidden,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a row of the embedding, rows); DP: D rounded up to a power of two.
 
@@ -36,6 +36,11 @@ def begin_kernel(
     i = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(embed + token * hidden + i, mask=i < hidden)
     tl.store(x + row * hidden + i, value, mask=i < hidden)
+    if gain is not None:
+        wide = value.to(tl.float32)
+        g = tl.load(gain + i, mask=i < hidden, other=0.0).to(tl.float32)
+        tl.store(scaled + row * hidden + i, (wide * g).to(scaled.dtype.element_ty), mask=i < hidden)
+        tl.store(squares + block * M + row, tl.sum(tl.where(i < hidden, wide * wide, 0.0), 0))
     if block == 0:
         position = tl.load(positions + row)
         tl.store(slots + row, tl.where(is_active, position, scratch_slot))

@@ -13,7 +13,7 @@ stay plain operations: they sort the vocabulary.
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,24 @@ from . import launch, reference
 MAX_ROWS = 32
 """Products of more rows than this are left to `reference.py`."""
 
-NEVER = 2**31 - 1
-"""A length that no row has."""
+PREPARED = (torch.bfloat16,)
+"""Dtypes in which gain * x cannot overflow, so that it may be multiplied before the scale of the norm is known."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 1024  # elements of an embedding that one program copies
 CHUNK = 2048  # logits that one program looks through at the end of a step
+
+
+class Prepared(NamedTuple):
+    """What the kernel that wrote a residual stream x left beside it for the norm that follows (`gemm.write_stream`).
+
+    scaled: [n, hidden], gain * x. squares: float32 [blocks, M], sums of x * x; M is the `row_bucket` of n.
+    """
+
+    x: Tensor
+    scaled: Tensor
+    squares: Tensor
+    blocks: int
 
 
 class FusedOps:
@@ -50,12 +62,8 @@ class FusedOps:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        self.splits = launch.splits(self.heads, self.kv_heads, self.head_dim)
-        self.long_splits, self.long_from = self.splits.number, NEVER
-        if self.heads > self.kv_heads and (max_seq_len > launch.LONG_FROM or max_rows >= launch.LONG_ROWS):
-            self.long_splits = launch.long_splits(self.splits.number, self.heads // self.kv_heads)
-            self.long_from = launch.LONG_FROM
-        parts = (max_rows, self.heads, self.long_splits)
+        self.attention_shapes = [self._attention_shape(n, max_seq_len) for n in range(1, max_rows + 1)]  # of n rows
+        parts = (max_rows, self.heads, max(splits for _, splits, _ in self.attention_shapes))
         chunks = (max_rows, launch.power_of_two(-(-config.vocab_size // CHUNK)))
         self.parts = torch.empty(*parts, self.head_dim, device=device)  # float32, as are the next six
         self.maxima = torch.empty(parts, device=device)
@@ -65,7 +73,15 @@ class FusedOps:
         self.tops = torch.empty(chunks, device=device)
         self.best = torch.empty(chunks, device=device)
         self.index = torch.empty(chunks, device=device, dtype=torch.int32)
+        # parts of a product that is cut along its columns: of up to MAX_PARTS programs, hidden_size x rows numbers each
+        blocks = -(-config.hidden_size // 16) if max_rows > launch.PLAIN_ROWS else 0
+        numbers = launch.MAX_PARTS * (16 * blocks + 128) * launch.row_bucket(min(max_rows, MAX_ROWS))
+        self.product_parts = torch.empty(numbers, device=device)
+        # sums of squares by blocks of a residual stream, of 16 columns and more
+        self.squares = torch.empty(blocks * launch.row_bucket(min(max_rows, MAX_ROWS)), device=device)
+        self._prepared: Prepared | None = None  # of the newest residual stream
         # counters of arrivals: every kernel leaves them at zero
+        self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
         self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
 
@@ -90,17 +106,18 @@ class FusedOps:
         return None
 
     def begin(
-        self, state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int
+        self, state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int, gain: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `reference.begin`: x [n, hidden], rope [n, head_dim / 2], slots [n]. The fence of a step: `begin.py`."""
         n, hidden = state.tokens.shape[0], embed.shape[1]
         x, rope = embed.new_empty(n, hidden), rope_table.new_empty(n, rope_table.shape[1])
-        slots = torch.empty_like(state.positions)
+        slots, blocks = torch.empty_like(state.positions), -(-hidden // BLOCK)
+        gain, scaled, squares = self._prepare(x, gain, blocks)
         self._run(
-            self._begin.begin_kernel, (-(-hidden // BLOCK), n), 4,
+            self._begin.begin_kernel, (blocks, n), 4,
             state.tokens, state.positions, state.active.view(torch.uint8), embed, torch.view_as_real(rope_table),
-            x, torch.view_as_real(rope), slots, scratch_slot, hidden,
-            D=self.head_dim, DP=launch.power_of_two(self.head_dim), BLOCK=BLOCK, fence=True,
+            x, torch.view_as_real(rope), slots, gain, scaled, squares, scratch_slot, hidden,
+            D=self.head_dim, DP=launch.power_of_two(self.head_dim), BLOCK=BLOCK, M=launch.row_bucket(n), fence=True,
         )  # fmt: skip
         return x, rope, slots
 
@@ -126,11 +143,12 @@ class FusedOps:
             return q
         m, size = launch.row_bucket(n), w.qkv.shape[0]
         tile = launch.tile(hidden, size, m, unit=head_dim)
+        x, gain, squares, blocks = self._normed(x, w.input_norm)
         self._run(
             self._gemv.qkv_rope_append_kernel, (size // tile.rows,), tile.warps,
-            x, w.qkv, w.input_norm, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
-            n, size, self.heads, self.kv_heads, slots_a_head, eps,
-            K=hidden, D=head_dim, M=m, BN=tile.rows, BK=tile.columns,
+            x, w.qkv, gain, squares, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
+            n, size, blocks, self.heads, self.kv_heads, slots_a_head, eps,
+            K=hidden, D=head_dim, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
         )  # fmt: skip
         return q
 
@@ -149,24 +167,45 @@ class FusedOps:
         def attend(q: Tensor, kv: Tensor) -> Tensor:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
-            long_from = 0 if n >= launch.LONG_ROWS and self.long_from != NEVER else self.long_from
+            shape, long_splits, long_from = self.attention_shapes[n - 1]
             self._run(
-                self._attention.attention_kernel, (self.heads, self.splits.number, n), self.splits.warps,
+                self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
                 out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
-                GP=max(16, launch.power_of_two(group)), SPLITS=self.splits.number, LONG=self.long_splits,
-                BT=self.splits.tokens,
+                GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
             )  # fmt: skip
             return out
 
         return attend
 
-    def linear_residual(self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-        """x + y @ weight.T + bias: y [n, in], weight [out, in], x [n, out] -> [n, out]."""
+    def _attention_shape(self, n: int, max_seq_len: int) -> tuple[launch.Splits, int, int]:
+        """Of n rows: how attention is split, in how many splits the long way, and from which length on."""
+        shape = launch.splits(self.heads, self.kv_heads, self.head_dim, n)
+        return shape, *launch.long_way(shape.number, self.heads // self.kv_heads, n, max_seq_len)
+
+    def linear_residual(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None = None
+    ) -> Tensor:
+        """See `reference.linear_residual`: y [n, in], weight [out, in], x [n, out] -> [n, out]."""
         if y.shape[0] > MAX_ROWS:
             return reference.linear_residual(y, weight, bias, x)
-        return self._linear(y, weight, None, bias, x, 0.0, x.dtype)
+        return self._linear(y, weight, None, bias, x, 0.0, x.dtype, gain)
+
+    def _prepare(self, x: Tensor, gain: Tensor | None, blocks: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """(gain, scaled, squares) for a kernel that writes x, if there is a norm to prepare for; gain None if not."""
+        n = x.shape[0]
+        if gain is None or x.dtype not in PREPARED or not launch.PLAIN_ROWS < n <= MAX_ROWS:
+            return None, None, self.squares
+        self._prepared = Prepared(x, torch.empty_like(x), self.squares, blocks)
+        return gain, self._prepared.scaled, self.squares
+
+    def _normed(self, x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+        """What a kernel multiplies in place of x to get norm(x), and its arguments gain, squares and blocks."""
+        prepared = self._prepared
+        if prepared is None or prepared.x is not x:
+            return x, gain, None, 1
+        return prepared.scaled, None, prepared.squares, prepared.blocks
 
     def gate_up_silu(self, x: Tensor, w: LayerWeights, eps: float) -> Tensor:
         """See `reference.gate_up_silu`: x [n, hidden] -> [n, intermediate]."""
@@ -176,10 +215,11 @@ class FusedOps:
         m, size = launch.row_bucket(n), w.gate_up.shape[0]
         tile = launch.tile(hidden, size, m)
         out = x.new_empty(n, size // 2)
+        x, gain, squares, blocks = self._normed(x, w.post_norm)
         self._run(
             self._gemv.gate_up_kernel, (-(-size // tile.rows),), tile.warps,
-            x, w.gate_up, w.post_norm, w.gate_up_bias, out, n, size, eps,
-            K=hidden, M=m, BN=tile.rows, BK=tile.columns,
+            x, w.gate_up, gain, squares, w.gate_up_bias, out, n, size, blocks, eps,
+            K=hidden, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
         )  # fmt: skip
         return out
 
@@ -228,17 +268,29 @@ class FusedOps:
 
     def _linear(
         self, x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
-        dtype: torch.dtype,
+        dtype: torch.dtype, next_gain: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """norm(x) @ weight.T + bias + residual in `dtype`: x [n, in] -> [n, out]."""
         (n, columns), size = x.shape, weight.shape[0]
         m = launch.row_bucket(n)
         tile = launch.tile(columns, size, m)
-        out = x.new_empty(n, size, dtype=dtype)
+        out, height = x.new_empty(n, size, dtype=dtype), -(-size // tile.rows)
+        next_gain, scaled, next_squares = self._prepare(out, next_gain, height)
+        if tile.parts > 1 and residual is not None:
+            self._run(
+                self._gemv.linear_in_parts_kernel, (height, tile.parts), tile.warps,
+                x, weight, bias, residual, out, next_gain, scaled, next_squares,
+                self.product_parts, self.block_counters, n, size,
+                K=columns, M=m, BN=tile.rows, BK=tile.columns, PARTS=tile.parts,
+            )  # fmt: skip
+            return out
+        squares, blocks = None, 1
+        if gain is not None:
+            x, gain, squares, blocks = self._normed(x, gain)
         self._run(
-            self._gemv.linear_kernel, (-(-size // tile.rows),), tile.warps,
-            x, weight, gain, bias, residual, out, n, size, eps,
-            K=columns, M=m, BN=tile.rows, BK=tile.columns,
+            self._gemv.linear_kernel, (height,), tile.warps,
+            x, weight, gain, squares, bias, residual, out, next_gain, scaled, next_squares, n, size, blocks, eps,
+            K=columns, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
         )  # fmt: skip
         return out
 

@@ -2,65 +2,147 @@
 
 From about five rows on, plain products would take longer than reading the weights. Tensor cores multiply 16 rows of
 weights by 8, 16 or 32 rows of activations, of which the spare ones are zero. Reading the weights is still what takes
-the time. They travel through shared memory (`cp.async`), several tiles ahead of the product, and so do the activations
-and the gain. All of that has to wait for the kernel before, because a pipeline keeps its loads together. (Asking the L2
-cache for the weights before the wait was tried, and gained nothing.)
+the time. They travel through shared memory (`cp.async`), several tiles ahead of the product.
 
-As in `gemv.py`, the scale of the norm is computed beside the product and multiplied at its end: a pass over the
-activations ahead of the product would be a chain of reads that every program waits for. bfloat16 has the exponents
-of float32, so the product takes g * x as it is. In float16 that could overflow, so each tile of each row is brought
-to a largest value of 1, and its product back to size in float32.
+**The wait for the kernel before stands inside the loop**, in its first turn, which rule 4 of `sync.py` warns of: the
+compiler moves the loads of a pipelined loop to its front, above the wait. Here that is what is wanted. The only loads
+that it moves are those of weights and gain, which nobody writes, so several tiles are on their way while the kernel
+before still runs. The activations must not move, and do not: each tile of them is loaded by hand three turns ahead and
+handed on in variables of the loop, which the compiler does not pipeline. A test reads in the assembly that the weights
+are requested before the wait and the activations after it.
+
+As in `gemv.py`, the scale of the norm is multiplied at the end of the product. In bfloat16 the kernel that wrote x has
+left g * x beside it, and the squares of x summed by blocks (`write_stream`), so that here is nothing but the product:
+to multiply each tile by g on its way would cost every program a pass through its registers. In float16 g * x could
+overflow. There the product normalises as it goes: each tile of each row is brought to a largest value of 1, and its
+product back to size in float32.
+
+A matrix of few long rows (the down projection) may also be cut along K into `PARTS`. Programs of more rows then read
+the activations less often. The parts meet in memory, and the last to arrive (`sync.py`) adds them, in a fixed order.
 """
 
 import triton
 import triton.language as tl
 
+from .sync import last_to_arrive, wait_in_a_loop
+
 # mypy: ignore-errors
 
-ROOM = tl.constexpr(64 * 1024)  # bytes of shared memory for the tiles on their way in one program
+ROOM = tl.constexpr(80 * 1024)  # bytes of shared memory for the weights on their way in one program
 
 
 @triton.jit
 def dot_rows_wide(
-    w, x, gain, first, n, N, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    w, x, gain, squares, extra, inside, first, begin, n, N, blocks, eps, K: tl.constexpr, LENGTH: tl.constexpr,
+    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """norm(x[m]) . w[first + row], float32 [M, BN]. x: [n, K]; w: [N, K]; gain: [K] or None."""
-    FIT: tl.constexpr = ROOM // ((BN + M) * BK * 2)
+    """norm(x[m]) . w[first + row] over the columns begin .. begin + LENGTH - 1, and what `extra` points at.
+
+    It waits for the kernel before (`sync.py`), and then loads `extra` [M, BN], where `inside`, so that it is there when
+    the product is. Both results are float32 [M, BN]; the second is zero if extra is None.
+    x: [n, K]; w: [N, K]. Norm: `gain` [K], which needs all columns; or `squares` float32 [blocks, M], if x has been
+    multiplied by the gain before, with BLOCKS the power of two of blocks; or none, if both are None.
+    """
+    FIT: tl.constexpr = ROOM // (BN * BK * 2)
     STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # one of them is the tile in use, and has no memory of its own
-    k = tl.arange(0, BK)
+    EVEN: tl.constexpr = LENGTH % BK == 0 and K % LENGTH == 0
+    k = begin + tl.arange(0, BK)
+    end = tl.minimum(begin + LENGTH, K)
     rows = tl.minimum(first + tl.arange(0, BN), N - 1)
     wp = w + rows[:, None].to(tl.int64) * K + k[None, :]
     xp = x + tl.arange(0, M)[:, None] * K + k[None, :]
     real = (tl.arange(0, M) < n)[:, None]  # rows beyond n are not read, so that they cost nothing
-    acc, squares = tl.zeros((BN, M), tl.float32), tl.zeros((M, BK // 8), tl.float32)
-    for start in tl.range(0, K, BK, num_stages=STAGES):
-        if K % BK == 0:
+    acc = tl.zeros((BN, M), tl.float32) if M < 16 else tl.zeros((M, BN), tl.float32)
+    total = tl.zeros((M, BK // 8), tl.float32)
+    scale = tl.full((M,), 1.0, tl.float32)
+    x0 = tl.zeros((M, BK), x.dtype.element_ty)
+    x1, x2 = x0, x0
+    added = tl.zeros((M, BN), tl.float32)
+    for start in tl.range(0, LENGTH, BK, num_stages=STAGES):
+        if EVEN:
             wt = tl.load(wp + start, eviction_policy="evict_first")
         else:
-            wt = tl.load(wp + start, mask=(start + k < K)[None, :], other=0.0, eviction_policy="evict_first")
-        acc, squares = add_tile(acc, squares, wt, xp, gain, real, start, K, M, BK)
-    y = tl.trans(acc)
+            wt = tl.load(wp + start, mask=(start + k < end)[None, :], other=0.0, eviction_policy="evict_first")
+        if start == 0:
+            wait_in_a_loop(PDL)
+            x0 = tl.load(xp, mask=real & (k < end)[None, :], other=0.0)
+            x1 = tl.load(xp + BK, mask=real & (k + BK < end)[None, :], other=0.0)
+            x2 = tl.load(xp + 2 * BK, mask=real & (k + 2 * BK < end)[None, :], other=0.0)
+            if extra is not None:
+                added = tl.load(extra, mask=inside, other=0.0).to(tl.float32)
+            if squares is not None:
+                scale = scale_of(squares, n, blocks, eps, K, M, BLOCKS)
+        later = start + 3 * BK + k
+        x3 = tl.load(xp + start + 3 * BK, mask=real & (later < end)[None, :], other=0.0)
+        if gain is None:
+            acc = add_tile(acc, wt, x0, M)
+        else:
+            g = tl.load(gain + start + k, mask=start + k < end, other=0.0)  # moved to the front as the weights are
+            acc, total = add_normal_tile(acc, total, wt, x0, g, M, BK)
+        x0, x1, x2 = x1, x2, x3
+    y = tl.trans(acc) if M < 16 else acc
     if gain is not None:
-        y *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-    return y
+        scale = tl.rsqrt(tl.sum(total, 1) / K + eps)
+    return y * scale[:, None], added
 
 
 @triton.jit
-def add_tile(acc, squares, wt, xp, gain, real, start, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
-    """Add the product of one tile to acc [BN, M], and if there is a gain, the squares of x to squares [M, BK / 8]."""
-    k = start + tl.arange(0, BK)
-    inside = real if K % BK == 0 else real & (k < K)[None, :]
-    xt = tl.load(xp + start, mask=inside, other=0.0)  # [M, BK]
-    if gain is None:
-        acc = tl.dot(wt, tl.trans(xt), acc)
-    else:
-        g = tl.load(gain + k) if K % BK == 0 else tl.load(gain + k, mask=k < K, other=0.0)
-        xf = xt.to(tl.float32)
-        squares += tl.sum(tl.reshape(xf * xf, (M, BK // 8, 8)), 2)
-        xf *= g.to(tl.float32)[None, :]
-        if xt.dtype == tl.float16:
-            largest = tl.maximum(tl.max(tl.abs(xf), 1), 1e-30)  # [M]
-            acc += tl.dot(wt, tl.trans((xf / largest[:, None]).to(tl.float16))) * largest[None, :]
-        else:
-            acc = tl.dot(wt, tl.trans(xf.to(xt.dtype)), acc)
-    return acc, squares
+def scale_of(squares, n, blocks, eps, K: tl.constexpr, M: tl.constexpr, BLOCKS: tl.constexpr):
+    """The scale of RMSNorm of each row [M], from its sums of squares by blocks, float32 [blocks, M]."""
+    block, m = tl.arange(0, BLOCKS)[:, None], tl.arange(0, M)[None, :]
+    sums = tl.load(squares + block * M + m, mask=(block < blocks) & (m < n), other=0.0)
+    return tl.rsqrt(tl.sum(sums, 0) / K + eps)
+
+
+@triton.jit
+def add_tile(acc, wt, xt, M: tl.constexpr):
+    """Add the product of a tile of weights [BN, BK] and one of activations [M, BK] to acc: [M, BN], for M = 8 [BN, M].
+
+    Tensor cores multiply 16 x 16 by 16 x 8: it is the side of 8 that 8 rows go to.
+    """
+    return tl.dot(wt, tl.trans(xt), acc) if M < 16 else tl.dot(xt, tl.trans(wt), acc)
+
+
+@triton.jit
+def add_normal_tile(acc, total, wt, xt, g, M: tl.constexpr, BK: tl.constexpr):
+    """`add_tile` of g * x, in float16; and the squares of x are added to total [M, BK / 8]."""
+    xf = xt.to(tl.float32)  # [M, BK]
+    total += tl.sum(tl.reshape(xf * xf, (M, BK // 8, 8)), 2)
+    xf *= g.to(tl.float32)[None, :]
+    largest = tl.maximum(tl.max(tl.abs(xf), 1), 1e-30)  # [M]
+    part = add_tile(tl.zeros_like(acc), wt, (xf / largest[:, None]).to(xt.dtype), M)
+    acc += part * largest[None, :] if M < 16 else part * largest[:, None]
+    return acc, total
+
+
+@triton.jit
+def write_stream(y, out, place, inside, column, gain, scaled, squares, block, n, N, M: tl.constexpr):
+    """Store y [M, BN] to the residual stream `out`, and if there is a gain, what the norm that follows will need:
+
+    scaled: [n, N], g * x. squares: float32 [blocks, M], sums of x * x over the columns of this block.
+    """
+    x = y.to(out.dtype.element_ty)
+    tl.store(out + place, x, mask=inside)
+    if gain is not None:
+        xf = x.to(tl.float32)
+        g = tl.load(gain + column, mask=column < N, other=0.0).to(tl.float32)
+        tl.store(scaled + place, (xf * g).to(scaled.dtype.element_ty), mask=inside)
+        m = tl.arange(0, M)
+        tl.store(squares + block * M + m, tl.sum(tl.where(inside, xf * xf, 0.0), 1), mask=m < n)
+
+
+@triton.jit
+def add_parts(y, parts, counters, block, part, M: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """(whether this program is the last of its block to arrive, and if so the sum of all parts [M, BN]).
+
+    parts: float32 [blocks, PARTS, M, BN]; counters: int32 [blocks], zero between launches.
+    """
+    tile = tl.arange(0, M)[:, None] * BN + tl.arange(0, BN)[None, :]
+    mine = parts + (block * PARTS).to(tl.int64) * (M * BN) + tile
+    tl.store(mine + part * (M * BN), y)
+    last = last_to_arrive(counters + block, PARTS)
+    if last:
+        y = tl.load(mine, cache_modifier=".cg")
+        for other in tl.static_range(1, PARTS):
+            y += tl.load(mine + other * (M * BN), cache_modifier=".cg")
+    return last, y

@@ -20,7 +20,7 @@ the last one, computed again, and not stored. The same kernels serve 5 to 32 row
 import triton
 import triton.language as tl
 
-from .gemm import dot_rows_wide
+from .gemm import add_parts, dot_rows_wide, write_stream
 from .sync import allow_next, wait_for_previous
 
 # mypy: ignore-errors
@@ -80,62 +80,105 @@ def dot_rows(wt, wp, x, gain, n, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def request(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
-    """Before the wait: the first tile of weights, on its way to registers. Tensor cores take theirs in their loop."""
+def request_and_wait(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """The first tile of weights, on its way to registers before the wait. Tensor cores do both in their loop."""
     wt = wp
     if M <= 4:
         wt = load_tile(wp, 0, K, BK, "evict_first")
+        wait_for_previous(PDL)
     return wt
 
 
 @triton.jit
 def product(
-    wt, wp, w, x, gain, first, n, N, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+    wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more."""
+    """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more.
+
+    Returns: the product, and what the pointers `extra` [M, BN] point at, where `inside`: both float32 [M, BN]. The
+        second is requested before the product, so that it is there after it; it is zero if extra is None.
+    """
     if M <= 4:
+        added = tl.zeros((M, BN), tl.float32)
+        if extra is not None:
+            added = tl.load(extra, mask=inside, other=0.0).to(tl.float32)
         y = dot_rows(wt, wp, x, gain, n, eps, K, M, BN, BK)
     else:
-        y = dot_rows_wide(w, x, gain, first, n, N, eps, K, M, BN, BK)
-    return y
+        y, added = dot_rows_wide(
+            w, x, gain, squares, extra, inside, first, 0, n, N, blocks, eps, K, K, M, BN, BK, BLOCKS, PDL
+        )
+    return y, added
 
 
 @triton.jit(do_not_specialize=["n"])
 def linear_kernel(
-    x, w, gain, bias, residual, out, n, N, eps,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, n, N, blocks, eps,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N]; gain, bias, residual or None."""
+    """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
+
+    Any of gain, squares, bias, residual and next_gain may be None; for gain, squares, blocks and BLOCKS see
+    `gemm.dot_rows_wide`, for next_gain, scaled and next_squares `gemm.write_stream`.
+    """
     allow_next(PDL)
-    first = tl.program_id(0) * BN
+    block = tl.program_id(0)
+    first = block * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, K, M, BK)
-    wait_for_previous(PDL)
-    column = (first + tl.arange(0, BN))[None, :]
-    m = tl.arange(0, M)[:, None]
-    inside = (column < N) & (m < n)
+    wt = request_and_wait(wp, K, M, BK, PDL)
+    place, inside, column = outputs(first, n, N, M, BN)
+    extra = None
     if residual is not None:
-        added = tl.load(residual + m * N + column, mask=inside, other=0.0)
-    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+        extra = residual + place
+    y, added = product(wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL)
     if bias is not None:
         y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
-    if residual is not None:
-        y += added.to(tl.float32)
-    tl.store(out + m * N + column, y.to(out.dtype.element_ty), mask=inside)
+    write_stream(y + added, out, place, inside, column, next_gain, scaled, next_squares, block, n, N, M)
+
+
+@triton.jit(do_not_specialize=["n"])
+def linear_in_parts_kernel(
+    x, w, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`linear_kernel` without a norm, on a grid (blocks of BN rows, PARTS): the columns are cut, too. For M > 4.
+
+    Scratch: parts float32 [blocks, PARTS, M, BN]; counters int32 [blocks], zero between launches.
+    """
+    allow_next(PDL)
+    LENGTH: tl.constexpr = ((K + PARTS - 1) // PARTS + BK - 1) // BK * BK
+    block, part = tl.program_id(0), tl.program_id(1)
+    first = block * BN
+    place, inside, column = outputs(first, n, N, M, BN)
+    y, added = dot_rows_wide(
+        w, x, None, None, residual + place, inside, first, part * LENGTH, n, N, 1, 0.0, K, LENGTH, M, BN, BK, 1, PDL
+    )
+    last, y = add_parts(y, parts, counters, block, part, M, BN, PARTS)
+    if last:
+        if bias is not None:
+            y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
+        write_stream(y + added, out, place, inside, column, next_gain, scaled, next_squares, block, n, N, M)
+
+
+@triton.jit
+def outputs(first, n, N, M: tl.constexpr, BN: tl.constexpr):
+    """(where the numbers of a program stand in [n, N], which of them do, their column): [M, BN], [M, BN], [1, BN]."""
+    column = (first + tl.arange(0, BN))[None, :]
+    m = tl.arange(0, M)[:, None]
+    return m * N + column, (column < N) & (m < n), column
 
 
 @triton.jit(do_not_specialize=["n"])
 def gate_up_kernel(
-    x, w, gain, bias, out, n, N, eps,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x, w, gain, squares, bias, out, n, N, blocks, eps,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, K, M, BK)
-    wait_for_previous(PDL)
-    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+    wt = request_and_wait(wp, K, M, BK, PDL)
+    y, _ = product(wt, wp, w, x, gain, squares, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL)
     if bias is not None:
         row = first + tl.arange(0, BN)
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
@@ -148,8 +191,9 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def qkv_rope_append_kernel(
-    x, w, gain, bias, rope, rows, slots, q, k_cache, v_cache, n, N, heads, kv_heads, S, eps,
-    K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, n, N, blocks, heads, kv_heads, S, eps,
+    K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
 
@@ -159,28 +203,27 @@ def qkv_rope_append_kernel(
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request(wp, K, M, BK)
-    wait_for_previous(PDL)
+    wt = request_and_wait(wp, K, M, BK, PDL)
     m = tl.arange(0, M)
     real = m < n
-    row = tl.load(rows + m, mask=real, other=0)
-    slot = tl.load(slots + m, mask=real, other=0)
-    pair = (first % D) // 2 + tl.arange(0, BN // 2)
-    turn = rope + m[:, None] * D + 2 * pair[None, :]
-    cos = tl.load(turn, mask=real[:, None], other=1.0)
-    sin = tl.load(turn + 1, mask=real[:, None], other=0.0)
-
-    y = product(wt, wp, w, x, gain, first, n, N, eps, K, M, BN, BK)
+    if M <= 4:  # on their way during the product
+        row, slot = tl.load(rows + m, mask=real, other=0), tl.load(slots + m, mask=real, other=0)
+    d = (first % D + tl.arange(0, BN))[None, :]
+    turns = rope + m[:, None] * D + d
+    y, turn = product(
+        wt, wp, w, x, gain, squares, turns, real[:, None], first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL
+    )
+    if M > 4:  # what needs them is only to be stored
+        row, slot = tl.load(rows + m, mask=real, other=0), tl.load(slots + m, mask=real, other=0)
     if bias is not None:
         y += tl.load(bias + first + tl.arange(0, BN)).to(tl.float32)[None, :]
     head = first // D
     rotates = head < heads + kv_heads
+    cos, sin = tl.split(tl.reshape(turn, (M, BN // 2, 2)))  # each [M, BN / 2]
     cos = tl.where(rotates, cos, 1.0)
     sin = tl.where(rotates, sin, 0.0)
     a, b = tl.split(tl.reshape(y, (M, BN // 2, 2)))  # each [M, BN / 2]
     y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (M, BN)).to(q.dtype.element_ty)
-
-    d = (first % D + tl.arange(0, BN))[None, :]
     if head < heads:
         tl.store(q + (m[:, None] * heads + head) * D + d, y, mask=real[:, None])
     elif rotates:

@@ -11,7 +11,7 @@ from . import table
 LONG_FROM = 4096
 """From this length on, attention reads K and V once for all query heads that share them (`attention.py`)."""
 
-PLAIN_ROWS = 4
+PLAIN_ROWS = 2
 """Up to so many rows of activations, at most 4, plain products are faster than tensor cores."""
 
 PROGRAMS = 264
@@ -21,13 +21,24 @@ PROGRAMS = 264
 LONG_ROWS = 8
 """With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
 
+NEVER = 2**31 - 1
+"""A length that no row has."""
+
+MAX_PARTS = 8
+"""Programs that share rows of a matrix, at most: what there is scratch memory for."""
+
 
 class Tile(NamedTuple):
-    """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns."""
+    """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns.
+
+    parts: programs that share the rows, each with a part of the columns; 1 where there is a norm, or up to 4 rows of
+        activations.
+    """
 
     rows: int
     columns: int
     warps: int
+    parts: int = 1
 
 
 class Splits(NamedTuple):
@@ -92,14 +103,21 @@ def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
     return Tile(height, width, max(1, min(width // 64, 4 if m > 8 else max(2, height // 16))))
 
 
-def splits(heads: int, kv_heads: int, head_dim: int) -> Splits:
-    """How attention is split. `number` is a power of two up to 32."""
-    known = table.ATTENTION.get((heads, kv_heads, head_dim))
+def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
+    """How attention of so many rows is split. `number` is a power of two up to 32."""
+    few = rows < LONG_ROWS
+    known = table.ATTENTION.get((heads, kv_heads, head_dim, 1 if few else row_bucket(min(rows, 32))))
     if known is not None:
         return Splits(*known)
-    return Splits(16 if heads <= 32 else 8, 64 if head_dim <= 128 else 32, 4)
+    number = (16 if heads <= 32 else 8) if few else max(1, 32 // power_of_two(rows))
+    return Splits(number, 64 if head_dim <= 128 else 32, 4)
 
 
-def long_splits(number: int, group: int) -> int:
-    """How many splits a group of query heads gets: a power of two up to 64 and to the programs there are."""
-    return max(number, min(64, 1 << ((number * group).bit_length() - 1)))
+def long_way(number: int, group: int, rows: int, max_seq_len: int) -> tuple[int, int]:
+    """(splits that a group of query heads gets, the length from which on groups are read together).
+
+    The splits are a power of two up to 64 and to the programs there are: `number` for each of `group` heads.
+    """
+    if group == 1 or (rows < LONG_ROWS and max_seq_len <= LONG_FROM):
+        return number, NEVER
+    return min(64, 1 << ((number * group).bit_length() - 1)), 0 if rows >= LONG_ROWS else LONG_FROM

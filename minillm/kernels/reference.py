@@ -39,11 +39,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def begin(state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor, Tensor]:
+def begin(
+    state: DecodeState, embed: Tensor, rope_table: Tensor, scratch_slot: int, gain: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What each row of a decode step feeds: its token at its position, or, if it is padding, token 0 at position 0.
 
     Args:
         embed: [vocab, hidden]. rope_table: complex64 [max_seq_len, head_dim / 2], e^{i m theta}.
+        gain: of the norm that reads x next, for kernels that prepare it; not used here.
     Returns: x [n, hidden]; rope [n, head_dim / 2]; slots int64 [n], where K and V are written: the position, or the
         scratch slot for padding.
     """
@@ -129,8 +132,11 @@ def chunk_attention(row: int, start: int) -> Attend:
     return attend
 
 
-def linear_residual(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """x + y @ weight.T + bias: y [N, in], weight [out, in], x [N, out] -> [N, out]."""
+def linear_residual(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None = None) -> Tensor:
+    """x + y @ weight.T + bias: y [N, in], weight [out, in], x [N, out] -> [N, out].
+
+    gain: of the norm that reads the result next, for kernels that prepare it; not used here.
+    """
     return x + linear(y, weight, bias)
 
 

@@ -10,7 +10,8 @@ for free, and in a decode step almost all bytes are weights, which nobody writes
 2. Before the wait, read only what no earlier kernel of this step writes. A kernel writes nothing before its wait.
 3. *Every* program waits, also one that has nothing to do. Only then does "the kernel before has ended" imply the same
    of all kernels before that one.
-4. The wait stands outside loops: the compiler moves loads of a pipelined loop above a wait inside it.
+4. The wait stands outside loops: the compiler moves loads of a pipelined loop above a wait inside it. One place makes
+   use of that, with `wait_in_a_loop`: `gemm.py`.
 
 **Within a kernel: last arrival.** Programs that share a result write their parts to memory, then count themselves in;
 the one that finds all others there combines the parts, in a fixed order, so the result does not depend on who it was.
@@ -35,6 +36,18 @@ def wait_for_previous(PDL: tl.constexpr):
     """Wait until all kernels before this one have ended and their writes can be read."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def wait_in_a_loop(PDL: tl.constexpr):
+    """The same instruction as text: around what the compiler knows as a wait, newer versions pipeline no loop.
+
+    "memory" tells it that ordinary loads and stores may not cross.
+    """
+    if PDL:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
