@@ -134,7 +134,9 @@ def test_the_tokens_of_a_prompt_do_not_see_each_other_before_attention() -> None
     for size in (6, 1):
         kv = torch.zeros(2, 1, 1, 7, 64, dtype=BF16)
         parts = [
-            ops.qkv_rope_append(y[i : i + size], layer, rope[i : i + size], EPS, kv, rows[:size], slots[i : i + size], 64)
+            ops.qkv_rope_append(
+                y[i : i + size], layer, rope[i : i + size], EPS, kv, rows[:size], slots[i : i + size], 64
+            )
             for i in range(0, 6, size)
         ]
         results.append((torch.cat(parts), kv))

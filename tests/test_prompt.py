@@ -1,11 +1,10 @@
-"""Runs interpreted_prompt.py in a process in which Triton interprets kernels; and which operations a model prefills with."""
+"""Runs interpreted_prompt.py in a process in which Triton interprets kernels; and what a model prefills with."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import kernel_cases as cases
 import pytest
 import torch
 from small import CONFIG, parts
