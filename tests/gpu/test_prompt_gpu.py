@@ -1,7 +1,6 @@
 """The operations of a prefill on a GPU, at real sizes: each against its definition; whole prefills beside float32."""
 
 import itertools
-from dataclasses import replace
 
 import kernel_cases as cases
 import pytest
@@ -14,7 +13,6 @@ from minillm.kernels import reference
 from minillm.kernels.fused import FusedOps
 from minillm.kernels.fused_prompt import FusedPrompt
 from minillm.model import Llama
-from minillm.weights import LayerWeights, Weights, allocate
 
 CUDA, BF16, FP16, EPS = torch.device("cuda", 0), torch.bfloat16, torch.float16, 1e-5
 LENGTHS = (1, 5, 63, 64, 65, 512, 1000)
@@ -118,26 +116,6 @@ def test_offsets_beyond_32_bits() -> None:
 # ---------------------------------------------------------------------- whole prefills
 
 
-def random_weights(cfg: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Every tensor far from its neutral value, biases and norms too."""
-    weights = allocate(cfg, CUDA, dtype)
-    weights.layers = [cases.random_layer(cfg, 7 * i, CUDA, dtype) for i in range(cfg.num_hidden_layers)]
-    weights.embed.copy_(cases.random(1, CUDA, dtype, *weights.embed.shape))
-    if weights.lm_head is not weights.embed:
-        weights.lm_head.copy_(cases.random(2, CUDA, dtype, *weights.lm_head.shape, scale=cfg.hidden_size**-0.5))
-    weights.norm.copy_(1 + cases.random(3, CUDA, dtype, cfg.hidden_size, scale=0.3))
-    return weights
-
-
-def as_float32(weights: Weights) -> Weights:
-    def convert(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.float()
-
-    layers = [LayerWeights(**{k: convert(v) for k, v in vars(w).items()}) for w in weights.layers]
-    embed, norm, lm_head = (t.float() for t in (weights.embed, weights.norm, weights.lm_head))
-    return replace(weights, embed=embed, layers=layers, norm=norm, lm_head=lm_head)
-
-
 class Trio:
     """One model three times, each with a cache full of NaN: with kernels, plain in the same dtype, and in float32."""
 
@@ -145,11 +123,11 @@ class Trio:
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.cfg = config(name, num_hidden_layers=2)
-        weights = random_weights(self.cfg, dtype)
+        weights = cases.random_weights(self.cfg, CUDA, dtype)
         kernels = FusedOps(self.cfg, self.ROWS, self.SIZE, CUDA)
         self.fused = Llama(self.cfg, weights, self.SIZE, kernels)
         self.plain = Llama(self.cfg, weights, self.SIZE)
-        self.exact = Llama(self.cfg, as_float32(weights), self.SIZE)
+        self.exact = Llama(self.cfg, cases.as_float32(weights), self.SIZE)
         assert isinstance(self.fused._prompt_ops, FusedPrompt)
         assert self.plain._prompt_ops is reference
 
@@ -227,3 +205,17 @@ def test_no_synchronisation_inside_a_prefill() -> None:
             trio.fused.prefill(ids[start:end], 0, start, cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_length_compiles_anything_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, the first prompt of another length waited half a second for a compiler."""
+    triton = pytest.importorskip("triton")
+    trio, compiled = Trio("Qwen2.5-0.5B", BF16), []
+    ids, cache = torch.arange(1100, device=CUDA), trio.cache(trio.fused)
+    trio.fused.prefill(ids[:16], 0, 0, cache)  # as `Engine.warm_up` does
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"]))
+    for start, end in ((0, 1), (1, 18), (18, 82), (82, 1082), (0, 1100), (1099, 1100)):
+        trio.fused.prefill(ids[start:end], 1, start, cache)
+    assert compiled == []
+    prompt_ops(cases.config())._norm(torch.ones(2, 1072, device=CUDA), torch.ones(1072, device=CUDA), EPS)
+    assert len(compiled) == 1, "the hook sees nothing"

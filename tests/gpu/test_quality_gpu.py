@@ -10,7 +10,7 @@ Three measures, over all positions:
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import kernel_cases as cases
@@ -28,7 +28,6 @@ from minillm.loading import load_model, make_plan
 from minillm.model import Llama
 from minillm.state import DecodeState
 from minillm.tokenizer import Tokenizer
-from minillm.weights import LayerWeights, Weights, allocate
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 LENGTH, ROWS = 256, 8  # tokens of a window, and windows
@@ -109,24 +108,11 @@ def random_subject(model_type: str) -> Subject:
     """Logits of a standard deviation of about 1, for random tokens."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4001}
     cfg = cases.config(model_type=model_type, hidden_size=1024, intermediate_size=2816, head_dim=64, **heads)
-    weights = allocate(cfg, CUDA, BF16)
-    weights.layers = [cases.random_layer(cfg, 7 * i, CUDA, BF16) for i in range(cfg.num_hidden_layers)]
-    weights.embed.copy_(cases.random(1, CUDA, BF16, *weights.embed.shape))
-    if weights.lm_head is not weights.embed:
-        weights.lm_head.copy_(cases.random(2, CUDA, BF16, *weights.lm_head.shape, scale=cfg.hidden_size**-0.5))
-    weights.norm.fill_(1.0)
+    weights = cases.random_weights(cfg, CUDA, BF16)
     ids = torch.randint(0, cfg.vocab_size, (2 * LENGTH,), generator=torch.Generator().manual_seed(4)).to(CUDA)
-    exact, plain = Llama(cfg, as_float32(weights), LENGTH), Llama(cfg, weights, LENGTH)
+    exact, plain = Llama(cfg, cases.as_float32(weights), LENGTH), Llama(cfg, weights, LENGTH)
     fused = Llama(cfg, weights, LENGTH, FusedOps(cfg, ROWS, LENGTH, CUDA))
     return Subject(exact, plain, fused, ids, margin=0.1)
-
-
-def as_float32(weights: Weights) -> Weights:
-    layers = [
-        LayerWeights(**{name: None if t is None else t.float() for name, t in vars(w).items()}) for w in weights.layers
-    ]
-    embed, norm, lm_head = (t.float() for t in (weights.embed, weights.norm, weights.lm_head))
-    return replace(weights, embed=embed, layers=layers, norm=norm, lm_head=lm_head)
 
 
 # ---------------------------------------------------------------------- two ways to feed a text
