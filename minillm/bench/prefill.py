@@ -151,6 +151,8 @@ def take_turn(contestant: Contestant, ids: Tensor, counts: bool) -> None:
 def timed(work: Callable[[], Tensor], device: torch.device) -> tuple[Times, Tensor]:
     """Run something and wait for its result."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+    for event in events:
+        event.record()  # the driver makes an event when it is first recorded
     synchronize(device)
     started = time.perf_counter()
     if events:
