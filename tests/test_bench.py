@@ -209,6 +209,7 @@ def test_modes_are_named_by_what_a_step_is_made_of() -> None:
     with engines(subject, 64, ["plain", "fused"], options, SamplingParams(temperature=0), []) as ours:
         assert [contestant.mode for contestant in ours] == ["eager", "fused eager"]
         assert [contestant.cache for contestant in ours] == [64, 64]
+        assert ours[0]._engine.model is not ours[1]._engine.model  # each prefills with its own operations
 
 
 def test_a_row_counts_the_tokens_that_its_steps_see() -> None:
