@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .cache import KVCache
 from .config import ModelConfig
-from .kernels import DecodeOps, reference
+from .kernels import DecodeOps, LayerOps, PromptOps, reference
 from .kernels.fused import FusedOps
+from .kernels.fused_prompt import FusedPrompt
 from .kernels.one_row import OneRow
 from .kernels.reference import Attend
 from .rope import rope_tables
@@ -25,12 +26,13 @@ class Llama:
     Args:
         config: what config.json says. weights: packed as `weights.py` says, on any device, in any float dtype.
         max_seq_len: how many positions the rotary table covers.
-        fused: kernels that decode on this device; None decodes with the plain operations.
+        fused: kernels that decode on this device, and others beside them prefill; None runs the plain operations.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, fused: FusedOps | None = None) -> None:
         self.config, self.weights, self.fused = config, weights, fused
         self._decode_ops: DecodeOps = reference if fused is None else fused
+        self._prompt_ops: PromptOps = reference if fused is None else FusedPrompt(fused)
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
         alone = OneRow.supports(config, weights.embed.device, weights.embed.dtype)
@@ -44,11 +46,12 @@ class Llama:
             token_ids: int64 [T]; they stand at positions start .. start + T - 1. What is before must be in the cache.
         Returns: float32 logits of the last token, [1, vocab]; of every token, [T, vocab], with `all_logits`.
         """
-        positions = torch.arange(start, start + token_ids.shape[0], device=token_ids.device)
-        rows = torch.full_like(positions, row)
-        x, rope = self.weights.embed[token_ids], self.rope[positions]
-        x = self._layers(reference, x, rope, rows, positions, cache, reference.chunk_attention(row, start))
-        return self._logits(reference, x if all_logits else x[-1:])
+        ops, end = self._prompt_ops, start + token_ids.shape[0]
+        slots = torch.arange(start, end, device=token_ids.device)
+        rows = torch.full_like(slots, row)
+        x, rope = self.weights.embed[token_ids], self.rope[start:end]
+        x = self._layers(ops, x, rope, rows, slots, cache, ops.chunk_attention(row, start))
+        return self._logits(ops, x if all_logits else x[-1:])
 
     @torch.inference_mode()
     def decode(self, state: DecodeState, cache: KVCache, kv_len: int) -> Tensor:
@@ -67,12 +70,12 @@ class Llama:
         return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend))
 
     def _layers(
-        self, ops: DecodeOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
+        self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
     ) -> Tensor:
         """Run every layer on N tokens, and return the residual stream [N, hidden].
 
         Args:
-            x: their embeddings, [N, hidden]. rope: their rotations, [N, head_dim / 2].
+            x: their embeddings, [N, hidden], which may be overwritten. rope: their rotations, [N, head_dim / 2].
             rows, slots: [N], where in the cache their K and V are written.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
@@ -85,5 +88,5 @@ class Llama:
             x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x, following[index])
         return x
 
-    def _logits(self, ops: DecodeOps, x: Tensor) -> Tensor:
+    def _logits(self, ops: LayerOps, x: Tensor) -> Tensor:
         return ops.norm_logits(x, self.weights.norm, self.weights.lm_head, self.config.rms_norm_eps)

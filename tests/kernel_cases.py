@@ -15,7 +15,7 @@ from torch import Tensor
 from minillm.config import ModelConfig
 from minillm.sampling import SamplingParams
 from minillm.state import DecodeState
-from minillm.weights import LayerWeights, allocate
+from minillm.weights import LayerWeights, Weights, allocate
 
 PAD = 4096  # elements of NaN before and after a tensor
 
@@ -70,6 +70,25 @@ def random_layer(cfg: ModelConfig, seed: int, device: torch.device, dtype: torch
             value = random(seed + 31 * index, device, dtype, *tensor.shape, scale=scale)
             setattr(layer, name, value.add_(1.0) if "norm" in name else value)
     return layer
+
+
+def random_weights(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> Weights:
+    """A whole model of such layers, whose logits are of size 1 where embeddings are not tied."""
+    weights = allocate(cfg, device, dtype)
+    weights.layers = [random_layer(cfg, 7 * index, device, dtype) for index in range(cfg.num_hidden_layers)]
+    weights.embed.copy_(random(1, device, dtype, *weights.embed.shape))
+    if weights.lm_head is not weights.embed:
+        weights.lm_head.copy_(random(2, device, dtype, *weights.lm_head.shape, scale=cfg.hidden_size**-0.5))
+    weights.norm.copy_(1 + random(3, device, dtype, cfg.hidden_size, scale=0.3))
+    return weights
+
+
+def as_float32(weights: Weights) -> Weights:
+    """The same numbers in float32. What was tied is two tensors."""
+    layers = [
+        LayerWeights(**{name: None if t is None else t.float() for name, t in vars(w).items()}) for w in weights.layers
+    ]
+    return Weights(weights.embed.float(), layers, weights.norm.float(), weights.lm_head.float())
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|serve|pool",)),
+        ([], ("decode|prefill|serve|pool",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),
@@ -209,6 +209,7 @@ def test_modes_are_named_by_what_a_step_is_made_of() -> None:
     with engines(subject, 64, ["plain", "fused"], options, SamplingParams(temperature=0), []) as ours:
         assert [contestant.mode for contestant in ours] == ["eager", "fused eager"]
         assert [contestant.cache for contestant in ours] == [64, 64]
+        assert ours[0]._engine.model is not ours[1]._engine.model  # each prefills with its own operations
 
 
 def test_a_row_counts_the_tokens_that_its_steps_see() -> None:

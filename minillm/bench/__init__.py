@@ -1,13 +1,14 @@
-"""`python -m minillm.bench decode|serve|pool`: what a decode step costs here, beside what it must cost at least.
+"""`python -m minillm.bench decode|prefill|serve|pool`: what a decode step or a prompt costs, beside what it must cost.
 
 A figure without its circumstances says nothing, so every table names the machine, the versions, the command, and the
-memory bandwidth measured in the same run; and every decode row stands beside its floor, the bytes that the step must
-read divided by that bandwidth. What is compared is alternated, run for run, so that a machine that warms up or slows
-down does so for all.
+ceiling measured in the same run, of memory bandwidth or of arithmetic; and every decode step and every prefill stands
+beside its floor, what it must read or compute divided by that ceiling. What is compared is alternated, run for run, so
+that a machine that warms up or slows down does so for all.
 
     decode   the time of one step: eager, one CUDA Graph, and transformers doing the same work
+    prefill  the time from a prompt to the logits of its next token, with transformers beside it
     serve    batches of mixed sizes one after another: latency, its jitter, requests per second
     pool     the memory that the graphs hold, for three ways to record them
 
-Read `runtime.py` (what is measured), then `decode.py`; `report.py` is the arithmetic and the table.
+Read `runtime.py` (what is measured), then `decode.py` or `prefill.py`; `report.py` is the arithmetic and the table.
 """

@@ -1,9 +1,10 @@
-"""The command line, `python -m minillm.bench decode|serve|pool`; the package says what they measure."""
+"""The command line, `python -m minillm.bench decode|prefill|serve|pool`; the package says what they measure."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,25 +30,27 @@ def positives(text: str) -> list[int]:
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
-def peer_names(text: str) -> list[str]:
+def peer_names(text: str, known: Sequence[str] = PEERS) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in (*PEERS, "auto")]:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PEERS)} and auto, not {unknown[0]!r}")
+    if unknown := [name for name in names if name not in (*known, "auto")]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(known)} and auto, not {unknown[0]!r}")
     return names
 
 
 def build_parser() -> Parser:
-    parser = Parser("minillm.bench", "Measure decode steps beside their floor, serving, or the memory of the graphs.")
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="decode|serve|pool", prog="minillm.bench")
+    parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, or the memory of the graphs.")
+    names = "decode|prefill|serve|pool"
+    benches = parser.add_subparsers(dest="bench", required=True, metavar=names, prog="minillm.bench")
     about = {
         "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
+        "prefill": "the time to read a prompt, its share of the arithmetic ceiling, and transformers beside it",
         "serve": "latency and requests/s of batches of mixed sizes: eager, graphs, graphs with one memory pool",
         "pool": "memory of the graphs: one pool largest first, smallest first, a pool for each graph",
     }
     for name, text in about.items():
         bench = benches.add_parser(name, description=text[0].upper() + text[1:] + ".", help=text)
         _add_common(bench)
-        {"decode": _add_decode, "serve": _add_serve, "pool": _add_pool}[name](bench)
+        {"decode": _add_decode, "prefill": _add_prefill, "serve": _add_serve, "pool": _add_pool}[name](bench)
     return parser
 
 
@@ -63,7 +66,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--ops",
         choices=("auto", "plain", "fused"),
         default="auto",
-        help="operations of a step: plain PyTorch or fused kernels (default: auto: decode takes both where they run, "
+        help="operations: plain PyTorch or fused kernels (default: auto: decode and prefill take both where they run, "
         "serve and pool what LLM takes)",
     )
     add("--json", type=Path, metavar="FILE", help="also write everything, raw samples included, to this file")
@@ -84,6 +87,21 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         default=["auto"],
         metavar="LIST",
         help="transformers beside it, of eager,compile (default: auto: what is installed and runs here)",
+    )
+    add("--no-peers", dest="peers", action="store_const", const=[], help="minillm alone")
+
+
+def _add_prefill(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompt", type=positives, default=[512], metavar="N,...", help="tokens of the prompts (default: 512)")
+    add("--chunk", type=positive, metavar="N", help="tokens that minillm reads at once (default: the whole prompt)")
+    add("--rounds", type=positive, default=20, metavar="N", help="prefills of each mode (default: %(default)s)")
+    add(
+        "--peers",
+        type=partial(peer_names, known=PEERS[:1]),
+        default=["auto"],
+        metavar="LIST",
+        help="transformers beside it: eager (default: auto: if it is installed)",
     )
     add("--no-peers", dest="peers", action="store_const", const=[], help="minillm alone")
 
@@ -122,14 +140,16 @@ def bench(arguments: Sequence[str]) -> int:
     from .report import check_outputs
 
     check_outputs(options.json, options.plot)
-    if options.bench != "decode" and not (torch.cuda.is_available() and options.device.startswith(("auto", "cuda"))):
+    on_gpu = torch.cuda.is_available() and options.device.startswith(("auto", "cuda"))
+    if options.bench in ("serve", "pool") and not on_gpu:
         raise ConfigError(f"{options.bench} measures CUDA graphs and needs a GPU: run it on one, or run decode")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
         report = _measure(options, arguments)
     except torch.OutOfMemoryError as error:
-        raise MemoryLimitError(f"out of memory: use smaller batches or caches, or --no-peers ({error})") from error
+        remedy = "use smaller batches, prompts or caches, or --no-peers"
+        raise MemoryLimitError(f"out of memory: {remedy} ({error})") from error
     if report is None:
         return 0
     write(report.text())
@@ -145,6 +165,10 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report |
         from .decode import decode
 
         return decode(options, arguments)
+    if options.bench == "prefill":
+        from .prefill import prefill
+
+        return prefill(options, arguments)
     if options.bench == "serve":
         from .serve import serve
 

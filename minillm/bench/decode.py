@@ -144,15 +144,19 @@ def engines(
     on_gpu = subject.device.type == "cuda"
     clock = DeviceClock(options.steps) if on_gpu else None
     runners: dict[str, BenchRunner] = {}
+    made_of: dict[str, str] = {}  # the operations of each mode
     for name in ops:
         prefix = "" if name == "plain" else f"{name} "
         runners[f"{prefix}eager"] = runtime.runner(None, name)
+        made_of[f"{prefix}eager"] = made_of[f"{prefix}graph"] = name
         if on_gpu:
             runners[f"{prefix}graph"] = runtime.runner(CudaBackend(subject.device), name)
             notes.append(f"{prefix}graph, cache {cache}: {captured(runners[f'{prefix}graph'])}")
     for runner in runners.values():
         runner.clock = clock
-    ours = [Minillm(mode, TimedEngine(runtime, runner), params, clock) for mode, runner in runners.items()]
+    ours = [
+        Minillm(mode, TimedEngine(runtime, runner, made_of[mode]), params, clock) for mode, runner in runners.items()
+    ]
     try:
         yield ours
     finally:

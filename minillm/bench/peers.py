@@ -4,7 +4,8 @@
     compile   `generate` with a static cache as long as ours, for which it compiles the decode step by itself
 
 Both are driven through the public `generate`, and each token is timed as it comes to the host. `generate` looks at
-every token before it starts the next step, so this asks nothing of it that it would not do anyway.
+every token before it starts the next step, so this asks nothing of it that it would not do anyway. Beside a prefill
+stands one forward pass, as `generate` makes first.
 """
 
 import time
@@ -65,6 +66,11 @@ class Transformers:
             for name in ("_cache", "_previous_max_cache_length", "_compiled_call"):
                 vars(self._model).pop(name, None)
         return Generate(self, MODES[kind], cache if kind == "compile" else None)
+
+    @torch.inference_mode()
+    def prefill(self, ids: Tensor) -> Tensor:
+        """A forward pass over ids int64 [T] that fills a cache of its own: logits of the last token, [1, vocab]."""
+        return self._model(input_ids=ids[None], use_cache=True, logits_to_keep=1).logits[0]
 
     def generate(self, prompts: Prompts, new_tokens: int, streamer: "TokenClock", **options: Any) -> None:
         ids = torch.tensor(prompts, device=self._device)

@@ -11,6 +11,7 @@ from ..errors import ConfigError
 
 Row = dict[str, Any]  # one line of the table: plain numbers and texts under the names that the JSON file has
 
+CEILINGS = {"bytes": ("read ceiling", 1e9, "GB/s"), "flops": ("arithmetic ceiling", 1e12, "TFLOP/s")}
 MAX_SAMPLES = 16_000  # raw samples in a JSON file, of all rows together: about 130 KB
 
 
@@ -38,25 +39,25 @@ class Report:
 
     Attributes:
         about: circumstances, printed above the table. notes: printed below it, such as ratios of rows.
+        ceiling_unit: "bytes" read from memory, or "flops".
         samples: the key of the rows' raw samples, a list of floats, which the table does not show.
     """
 
     bench: str
     about: dict[str, str]
-    ceiling: float  # bytes per second
+    ceiling: float  # per second, in `ceiling_unit`
     columns: list[Column]
     bars: Bars
     rows: list[Row]
     samples: str | None = None
     notes: list[str] = field(default_factory=list)
+    ceiling_unit: str = "bytes"
 
     def text(self) -> str:
-        about = {
-            "bench": self.bench,
-            **self.about,
-            # rounded from the figure in the JSON, so that the two can be compared
-            "read ceiling": f"{_rounded(self.ceiling) / 1e9:.4g} GB/s, measured in this run",
-        }
+        name, scale, unit = CEILINGS[self.ceiling_unit]
+        # rounded from the figure in the JSON, so that the two can be compared
+        ceiling = f"{_rounded(self.ceiling) / scale:.4g} {unit}, measured in this run"
+        about = {"bench": self.bench, **self.about, name: ceiling}
         width = max(len(name) for name in about)
         lines = [f"{name:<{width}}  {value}" for name, value in about.items()]
         return "\n".join([*lines, "", table(self.columns, self.rows), "", *self.notes]).rstrip() + "\n"
@@ -66,7 +67,8 @@ class Report:
         count = sum(len(row[self.samples]) for row in self.rows) if self.samples else 0
         stride = max(1, math.ceil(count / MAX_SAMPLES))
         rows = [{k: v[::stride] if k == self.samples else v for k, v in row.items()} for row in self.rows]
-        head = {"bench": self.bench, **self.about, "ceiling_bytes_per_s": self.ceiling, "sample_stride": stride}
+        ceiling = {f"ceiling_{self.ceiling_unit}_per_s": self.ceiling}
+        head = {"bench": self.bench, **self.about, **ceiling, "sample_stride": stride}
         lines = [
             f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in (head | {"notes": self.notes}).items()
         ]

@@ -193,10 +193,14 @@ class DeviceClock:
 
 
 class TimedEngine(Engine):
-    """The Engine, which also notes how long the host was busy with enqueueing each step, in microseconds."""
+    """The Engine, which also notes how long the host was busy with enqueueing each step, in microseconds.
 
-    def __init__(self, runtime: Runtime, runner: BenchRunner) -> None:
-        super().__init__(next(iter(runtime.models.values())), runtime.cache, runtime.state, runner)
+    Args:
+        ops: what it prefills with; the steps are the runner's.
+    """
+
+    def __init__(self, runtime: Runtime, runner: BenchRunner, ops: str = "plain") -> None:
+        super().__init__(runtime.models[ops], runtime.cache, runtime.state, runner)
         self.host_us: list[float] = []
 
     def _decode(self) -> bool:

@@ -72,7 +72,9 @@ def test_projections(name: str, n: int, dtype: torch.dtype) -> None:
         *zip((q, *kv[:, rows, :, slots].unbind(1)), cases.qkv(x, layer, angles, EPS, *heads), strict=True),
     ]
     for got, want in normalised:
-        if n > launch.PLAIN_ROWS or (cfg.qk_norm and got.dim() == 3):  # what is multiplied or normalised was rounded once more before
+        if n > launch.PLAIN_ROWS or (
+            cfg.qk_norm and got.dim() == 3
+        ):  # what is multiplied or normalised was rounded once more before
             error = (got.double() - want).abs().amax(-1)
             assert (error <= 3 * torch.finfo(dtype).eps * want.abs().amax(-1)).all()
         else:
@@ -264,7 +266,8 @@ def eager_with_waits(step: Step, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Llama-3.2-1B", "Qwen3-0.6B", "head-dim-80"])
 @pytest.mark.parametrize(
-    ("n", "mode"), [(1, Mode.GREEDY), (4, Mode.GREEDY), (8, Mode.GREEDY), (32, Mode.GREEDY), (1, Mode.SAMPLED), (4, Mode.SAMPLED)]
+    ("n", "mode"),
+    [(1, Mode.GREEDY), (4, Mode.GREEDY), (8, Mode.GREEDY), (32, Mode.GREEDY), (1, Mode.SAMPLED), (4, Mode.SAMPLED)],
 )
 def test_replays_equal_one_kernel_at_a_time(name: str, n: int, mode: Mode) -> None:
     """100 replays of a recorded step, all queued at once: the same bits as when every kernel is waited for.
