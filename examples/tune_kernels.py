@@ -141,11 +141,12 @@ def tiles(columns: int, size: int, m: int) -> list[Shape]:
             (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
             (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8),
         ]  # fmt: skip
-        few = size <= 4096
+        few = size <= 6144
         return [
             shape
             for shape in [*shapes, *(in_parts if few else [])]
             if -(-columns // shape[1]) * shape[1] <= 1.4 * columns
+            and m * shape[1] <= 1024 * shape[2]  # else the activations need more registers than there are
             and (shape[0] == 16 or size * math.prod(shape[3:]) >= 60 * shape[0])
         ]
 

@@ -18,6 +18,10 @@ Two ways to work on a split, chosen by the length:
 
 Both request their first tile before the wait (`sync.py`): all but the newest token was written by earlier steps.
 
+Attention waits more than it reads: at short lengths the memory has nothing to do meanwhile. So each program, as soon as
+the kernel before has ended, also asks the L2 cache for a few lines of the matrix after the next (gate and up), which
+is the largest of a layer. It is a request without an answer; nobody waits for it.
+
 What may be read before the wait: `positions` and `active`, and the cache up to the positions. They were written before
 the ordinary kernel (one without PDL) that starts a step, and ordinary kernels are fences; see `begin.py`.
 """
@@ -34,9 +38,10 @@ NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that n
 
 @triton.jit
 def attention_kernel(
-    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
+    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, ahead, heads, kv_heads, S, scale,
+    long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    BT: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
@@ -45,6 +50,7 @@ def attention_kernel(
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
     [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
     of two above SPLITS and up to SPLITS * GROUP. LONG equal to SPLITS leaves it out; then long_from is out of reach.
+    ahead: a matrix of 2-byte numbers, of which each program fetches LINES lines of 128 bytes ahead; none if 0.
     """
     allow_next(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -52,29 +58,31 @@ def attention_kernel(
     length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
+    mine = ahead + ((row * SPLITS + split) * heads + head).to(tl.int64) * (LINES * 64)
     if length < long_from:
         short_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at, split, length, scale,
-            D, DP, SPLITS, LONG, BT, PDL,
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, mine, at, split, length, scale,
+            D, DP, SPLITS, LONG, BT, LINES, PDL,
         )  # fmt: skip
     elif LONG > SPLITS:
         long_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at - head % GROUP,
-            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, PDL,
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, mine, at - head % GROUP,
+            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, LINES, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def short_way(
-    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    q, k_head, v_head, parts, maxima, sums, counters, out, ahead, at, split, length, scale,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one query head, which is number `at` of all heads of all rows."""
     tokens, splits = share(length, SPLITS, BT)
     first, line = split * tokens, at * LONG
     one_head(
         q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-        out + at * D, length, first, tl.minimum(first + tokens, length), splits, scale, D, DP, BT, PDL,
+        out + at * D, ahead, length, first, tl.minimum(first + tokens, length), splits, scale, D, DP, BT, LINES, PDL,
     )  # fmt: skip
     if (splits > 1) & (split < splits):  # noqa: SIM102, `and` would count programs in that take no part
         if last_to_arrive(counters + at, splits):
@@ -83,20 +91,30 @@ def short_way(
 
 @triton.jit
 def long_way(
-    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
+    q, k_head, v_head, parts, maxima, sums, counters, out, ahead, at, split, length, scale,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    PDL: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the GROUP query heads from number `at` on."""
     tokens, splits = share(length, LONG, BT)
     first, line = split * tokens, at * LONG
     one_group(
         q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-        length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, PDL,
+        ahead, length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, LINES, PDL,
     )  # fmt: skip
     if split < splits:  # noqa: SIM102, as above
         if last_to_arrive(counters + at, splits):
             merge_group(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, GROUP, LONG)
+
+
+@triton.jit
+def fetch_ahead(matrix, LINES: tl.constexpr):
+    """Ask the L2 cache for the LINES lines of 128 bytes from the pointer `matrix` (to 2-byte numbers) on."""
+    if LINES > 0:
+        lines = (matrix + tl.arange(0, LINES) * 64).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -108,8 +126,8 @@ def share(length, SPLITS: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def one_head(
-    q, k_head, v_head, part, maximum, total, out, length, first, end, splits, scale,
-    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    q, k_head, v_head, part, maximum, total, out, ahead, length, first, end, splits, scale,
+    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens first .. end - 1 for one query head. Waits for the previous kernel, also when there is no token.
 
@@ -124,6 +142,7 @@ def one_head(
     k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
     v = tl.load(v_head + tile, mask=past, other=0.0)
     wait_for_previous(PDL)
+    fetch_ahead(ahead, LINES)
     if first < end:
         query = tl.load(q + d, mask=wide, other=0.0).to(tl.float32) * scale
         new = (t == newest)[:, None]
@@ -157,9 +176,9 @@ def one_head(
 
 @triton.jit
 def one_group(
-    q, k_head, v_head, part, maximum, total, length, first, end, scale,
+    q, k_head, v_head, part, maximum, total, ahead, length, first, end, scale,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    PDL: tl.constexpr,
+    LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart. It waits."""
     d = tl.arange(0, DP)
@@ -173,6 +192,7 @@ def one_group(
     k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
     v = tl.load(v_head + tile, mask=past, other=0.0)
     wait_for_previous(PDL)
+    fetch_ahead(ahead, LINES)
     if first < end:
         query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
         new = (t == newest)[:, None]

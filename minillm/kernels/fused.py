@@ -73,13 +73,16 @@ class FusedOps:
         self.tops = torch.empty(chunks, device=device)
         self.best = torch.empty(chunks, device=device)
         self.index = torch.empty(chunks, device=device, dtype=torch.int32)
-        # parts of a product that is cut along its columns: of up to MAX_PARTS programs, hidden_size x rows numbers each
-        blocks = -(-config.hidden_size // 16) if max_rows > launch.PLAIN_ROWS else 0
+        # parts of a product that is cut along its columns: of up to MAX_PARTS programs, one number each for every
+        # row of activations and every row of the matrix, which writes the residual stream or q, k and v
+        height = max(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
+        blocks = -(-height // 16) if max_rows > launch.PLAIN_ROWS else 0
         numbers = launch.MAX_PARTS * (16 * blocks + 128) * launch.row_bucket(min(max_rows, MAX_ROWS))
         self.product_parts = torch.empty(numbers, device=device)
         # sums of squares by blocks of a residual stream, of 16 columns and more
         self.squares = torch.empty(blocks * launch.row_bucket(min(max_rows, MAX_ROWS)), device=device)
         self._prepared: Prepared | None = None  # of the newest residual stream
+        self._ahead: Tensor | None = None  # the matrix that attention fetches ahead: gate and up of its layer
         # counters of arrivals: every kernel leaves them at zero
         self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
@@ -129,6 +132,7 @@ class FusedOps:
         n, hidden = x.shape
         if n > MAX_ROWS:
             return reference.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
+        self._ahead = w.gate_up
         q = x.new_empty(n, self.heads, head_dim)
         turns = torch.view_as_real(rope)  # [n, head_dim / 2, 2]
         heads, slots_a_head = self.heads + 2 * self.kv_heads, kv.shape[3]
@@ -142,13 +146,14 @@ class FusedOps:
             )  # fmt: skip
             return q
         m, size = launch.row_bucket(n), w.qkv.shape[0]
-        tile = launch.tile(hidden, size, m, unit=head_dim)
         x, gain, squares, blocks = self._normed(x, w.input_norm)
+        tile = launch.tile(hidden, size, m, unit=head_dim, whole=gain is not None)
         self._run(
-            self._gemv.qkv_rope_append_kernel, (size // tile.rows,), tile.warps,
+            self._gemv.qkv_rope_append_kernel, (size // tile.rows, tile.parts), tile.warps,
             x, w.qkv, gain, squares, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
-            n, size, blocks, self.heads, self.kv_heads, slots_a_head, eps,
+            self.product_parts, self.block_counters, n, size, blocks, self.heads, self.kv_heads, slots_a_head, eps,
             K=hidden, D=head_dim, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
+            PARTS=tile.parts,
         )  # fmt: skip
         return q
 
@@ -168,12 +173,15 @@ class FusedOps:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
             shape, long_splits, long_from = self.attention_shapes[n - 1]
+            ahead, programs = q if self._ahead is None else self._ahead, self.heads * shape.number * n
+            lines = launch.lines_ahead(ahead.numel() * ahead.itemsize, programs) if self.pdl else 0
             self._run(
                 self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
-                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
+                out, ahead, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
+                LINES=0 if self._ahead is None else lines,
             )  # fmt: skip
             return out
 
@@ -272,25 +280,17 @@ class FusedOps:
     ) -> Tensor:  # fmt: skip
         """norm(x) @ weight.T + bias + residual in `dtype`: x [n, in] -> [n, out]."""
         (n, columns), size = x.shape, weight.shape[0]
-        m = launch.row_bucket(n)
-        tile = launch.tile(columns, size, m)
-        out, height = x.new_empty(n, size, dtype=dtype), -(-size // tile.rows)
-        next_gain, scaled, next_squares = self._prepare(out, next_gain, height)
-        if tile.parts > 1 and residual is not None:
-            self._run(
-                self._gemv.linear_in_parts_kernel, (height, tile.parts), tile.warps,
-                x, weight, bias, residual, out, next_gain, scaled, next_squares,
-                self.product_parts, self.block_counters, n, size,
-                K=columns, M=m, BN=tile.rows, BK=tile.columns, PARTS=tile.parts,
-            )  # fmt: skip
-            return out
-        squares, blocks = None, 1
+        m, squares, blocks = launch.row_bucket(n), None, 1
         if gain is not None:
             x, gain, squares, blocks = self._normed(x, gain)
+        tile = launch.tile(columns, size, m, whole=residual is None)
+        out, height = x.new_empty(n, size, dtype=dtype), -(-size // tile.rows)
+        next_gain, scaled, next_squares = self._prepare(out, next_gain, height)
         self._run(
-            self._gemv.linear_kernel, (height,), tile.warps,
-            x, weight, gain, squares, bias, residual, out, next_gain, scaled, next_squares, n, size, blocks, eps,
-            K=columns, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
+            self._gemv.linear_kernel, (height, tile.parts), tile.warps,
+            x, weight, gain, squares, bias, residual, out, next_gain, scaled, next_squares,
+            self.product_parts, self.block_counters, n, size, blocks, eps,
+            K=columns, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks), PARTS=tile.parts,
         )  # fmt: skip
         return out
 

@@ -7,9 +7,10 @@ the time. They travel through shared memory (`cp.async`), several tiles ahead of
 **The wait for the kernel before stands inside the loop**, in its first turn, which rule 4 of `sync.py` warns of: the
 compiler moves the loads of a pipelined loop to its front, above the wait. Here that is what is wanted. The only loads
 that it moves are those of weights and gain, which nobody writes, so several tiles are on their way while the kernel
-before still runs. The activations must not move, and do not: each tile of them is loaded by hand three turns ahead and
+before still runs. The activations must not move, and do not: each tile of them is loaded by hand some turns ahead and
 handed on in variables of the loop, which the compiler does not pipeline. A test reads in the assembly that the weights
-are requested before the wait and the activations after it.
+are requested before the wait and the activations after it. Eight rows are loaded three turns ahead, more rows, for
+which there are no registers, one.
 
 As in `gemv.py`, the scale of the norm is multiplied at the end of the product. In bfloat16 the kernel that wrote x has
 left g * x beside it, and the squares of x summed by blocks (`write_stream`), so that here is nothing but the product:
@@ -17,8 +18,9 @@ to multiply each tile by g on its way would cost every program a pass through it
 overflow. There the product normalises as it goes: each tile of each row is brought to a largest value of 1, and its
 product back to size in float32.
 
-A matrix of few long rows (the down projection) may also be cut along K into `PARTS`. Programs of more rows then read
-the activations less often. The parts meet in memory, and the last to arrive (`sync.py`) adds them, in a fixed order.
+A matrix of few rows may also be cut along K into `PARTS`, so that there are programs for the whole GPU and yet each has
+many rows, because every program reads the activations. The parts meet in memory, and the last to arrive (`sync.py`)
+adds them, in a fixed order.
 """
 
 import triton
@@ -33,57 +35,62 @@ ROOM = tl.constexpr(80 * 1024)  # bytes of shared memory for the weights on thei
 
 @triton.jit
 def dot_rows_wide(
-    w, x, gain, squares, extra, inside, first, begin, n, N, blocks, eps, K: tl.constexpr, LENGTH: tl.constexpr,
-    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """norm(x[m]) . w[first + row] over the columns begin .. begin + LENGTH - 1, and what `extra` points at.
+    """norm(x[m]) . w[first + row] over this program's part of the columns, and what `extra` points at.
 
     It waits for the kernel before (`sync.py`), and then loads `extra` [M, BN], where `inside`, so that it is there when
     the product is. Both results are float32 [M, BN]; the second is zero if extra is None.
     x: [n, K]; w: [N, K]. Norm: `gain` [K], which needs all columns; or `squares` float32 [blocks, M], if x has been
     multiplied by the gain before, with BLOCKS the power of two of blocks; or none, if both are None.
+    PARTS: how many programs share the columns, along axis 1 of the grid.
     """
     FIT: tl.constexpr = ROOM // (BN * BK * 2)
     STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # one of them is the tile in use, and has no memory of its own
-    EVEN: tl.constexpr = LENGTH % BK == 0 and K % LENGTH == 0
-    k = begin + tl.arange(0, BK)
-    end = tl.minimum(begin + LENGTH, K)
+    LENGTH: tl.constexpr = ((K + PARTS - 1) // PARTS + BK - 1) // BK * BK
+    AHEAD: tl.constexpr = 3 if M == 8 else 1
+    k = tl.arange(0, BK)
+    if PARTS > 1:
+        k += tl.program_id(1) * LENGTH
     rows = tl.minimum(first + tl.arange(0, BN), N - 1)
     wp = w + rows[:, None].to(tl.int64) * K + k[None, :]
     xp = x + tl.arange(0, M)[:, None] * K + k[None, :]
     real = (tl.arange(0, M) < n)[:, None]  # rows beyond n are not read, so that they cost nothing
-    acc = tl.zeros((BN, M), tl.float32) if M < 16 else tl.zeros((M, BN), tl.float32)
-    total = tl.zeros((M, BK // 8), tl.float32)
+    acc, total = tl.zeros((BN, M), tl.float32), tl.zeros((M, BK // 8), tl.float32)
     scale = tl.full((M,), 1.0, tl.float32)
     x0 = tl.zeros((M, BK), x.dtype.element_ty)
     x1, x2 = x0, x0
     added = tl.zeros((M, BN), tl.float32)
     for start in tl.range(0, LENGTH, BK, num_stages=STAGES):
-        if EVEN:
+        if K % LENGTH == 0:
             wt = tl.load(wp + start, eviction_policy="evict_first")
         else:
-            wt = tl.load(wp + start, mask=(start + k < end)[None, :], other=0.0, eviction_policy="evict_first")
+            wt = tl.load(wp + start, mask=(start + k < K)[None, :], other=0.0, eviction_policy="evict_first")
         if start == 0:
             wait_in_a_loop(PDL)
-            x0 = tl.load(xp, mask=real & (k < end)[None, :], other=0.0)
-            x1 = tl.load(xp + BK, mask=real & (k + BK < end)[None, :], other=0.0)
-            x2 = tl.load(xp + 2 * BK, mask=real & (k + 2 * BK < end)[None, :], other=0.0)
+            x0 = tl.load(xp, mask=real & (k < K)[None, :], other=0.0)
+            if AHEAD == 3:
+                x1 = tl.load(xp + BK, mask=real & (k + BK < K)[None, :], other=0.0)
+                x2 = tl.load(xp + 2 * BK, mask=real & (k + 2 * BK < K)[None, :], other=0.0)
             if extra is not None:
                 added = tl.load(extra, mask=inside, other=0.0).to(tl.float32)
             if squares is not None:
                 scale = scale_of(squares, n, blocks, eps, K, M, BLOCKS)
-        later = start + 3 * BK + k
-        x3 = tl.load(xp + start + 3 * BK, mask=real & (later < end)[None, :], other=0.0)
+        later = start + AHEAD * BK  # beyond this part's columns it is read for nothing, and not used
+        x3 = tl.load(xp + later, mask=real & (later + k < K)[None, :], other=0.0)
         if gain is None:
-            acc = add_tile(acc, wt, x0, M)
+            acc = tl.dot(wt, tl.trans(x0), acc)
         else:
-            g = tl.load(gain + start + k, mask=start + k < end, other=0.0)  # moved to the front as the weights are
+            g = tl.load(gain + start + k, mask=start + k < K, other=0.0)  # moved to the front as the weights are
             acc, total = add_normal_tile(acc, total, wt, x0, g, M, BK)
-        x0, x1, x2 = x1, x2, x3
-    y = tl.trans(acc) if M < 16 else acc
+        if AHEAD == 3:
+            x0, x1, x2 = x1, x2, x3
+        else:
+            x0 = x3
     if gain is not None:
         scale = tl.rsqrt(tl.sum(total, 1) / K + eps)
-    return y * scale[:, None], added
+    return tl.trans(acc) * scale[:, None], added
 
 
 @triton.jit
@@ -95,23 +102,13 @@ def scale_of(squares, n, blocks, eps, K: tl.constexpr, M: tl.constexpr, BLOCKS: 
 
 
 @triton.jit
-def add_tile(acc, wt, xt, M: tl.constexpr):
-    """Add the product of a tile of weights [BN, BK] and one of activations [M, BK] to acc: [M, BN], for M = 8 [BN, M].
-
-    Tensor cores multiply 16 x 16 by 16 x 8: it is the side of 8 that 8 rows go to.
-    """
-    return tl.dot(wt, tl.trans(xt), acc) if M < 16 else tl.dot(xt, tl.trans(wt), acc)
-
-
-@triton.jit
 def add_normal_tile(acc, total, wt, xt, g, M: tl.constexpr, BK: tl.constexpr):
-    """`add_tile` of g * x, in float16; and the squares of x are added to total [M, BK / 8]."""
+    """Add the product of one tile with g * x to acc [BN, M], and the squares of x to total [M, BK / 8]. In float16."""
     xf = xt.to(tl.float32)  # [M, BK]
     total += tl.sum(tl.reshape(xf * xf, (M, BK // 8, 8)), 2)
     xf *= g.to(tl.float32)[None, :]
     largest = tl.maximum(tl.max(tl.abs(xf), 1), 1e-30)  # [M]
-    part = add_tile(tl.zeros_like(acc), wt, (xf / largest[:, None]).to(xt.dtype), M)
-    acc += part * largest[None, :] if M < 16 else part * largest[:, None]
+    acc += tl.dot(wt, tl.trans((xf / largest[:, None]).to(xt.dtype))) * largest[None, :]
     return acc, total
 
 
@@ -132,14 +129,15 @@ def write_stream(y, out, place, inside, column, gain, scaled, squares, block, n,
 
 
 @triton.jit
-def add_parts(y, parts, counters, block, part, M: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """(whether this program is the last of its block to arrive, and if so the sum of all parts [M, BN]).
+def add_parts(y, parts, counters, M: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """(whether this program is the last of its rows to arrive, and if so the sum of all parts [M, BN]).
 
     parts: float32 [blocks, PARTS, M, BN]; counters: int32 [blocks], zero between launches.
     """
+    block = tl.program_id(0)
     tile = tl.arange(0, M)[:, None] * BN + tl.arange(0, BN)[None, :]
     mine = parts + (block * PARTS).to(tl.int64) * (M * BN) + tile
-    tl.store(mine + part * (M * BN), y)
+    tl.store(mine + tl.program_id(1) * (M * BN), y)
     last = last_to_arrive(counters + block, PARTS)
     if last:
         y = tl.load(mine, cache_modifier=".cg")

@@ -92,7 +92,7 @@ def request_and_wait(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, PDL
 @triton.jit
 def product(
     wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more.
 
@@ -106,20 +106,22 @@ def product(
         y = dot_rows(wt, wp, x, gain, n, eps, K, M, BN, BK)
     else:
         y, added = dot_rows_wide(
-            w, x, gain, squares, extra, inside, first, 0, n, N, blocks, eps, K, K, M, BN, BK, BLOCKS, PDL
+            w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
         )
     return y, added
 
 
 @triton.jit(do_not_specialize=["n"])
 def linear_kernel(
-    x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, n, N, blocks, eps,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N, blocks, eps,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
 
-    Any of gain, squares, bias, residual and next_gain may be None; for gain, squares, blocks and BLOCKS see
-    `gemm.dot_rows_wide`, for next_gain, scaled and next_squares `gemm.write_stream`.
+    Grid (blocks of BN rows, PARTS), the latter 1 for up to 4 rows of activations. Any of gain, squares, bias, residual
+    and next_gain may be None; for gain, squares, blocks and BLOCKS see `gemm.dot_rows_wide`, for next_gain, scaled and
+    next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
     """
     allow_next(PDL)
     block = tl.program_id(0)
@@ -130,30 +132,12 @@ def linear_kernel(
     extra = None
     if residual is not None:
         extra = residual + place
-    y, added = product(wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL)
-    if bias is not None:
-        y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
-    write_stream(y + added, out, place, inside, column, next_gain, scaled, next_squares, block, n, N, M)
-
-
-@triton.jit(do_not_specialize=["n"])
-def linear_in_parts_kernel(
-    x, w, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """`linear_kernel` without a norm, on a grid (blocks of BN rows, PARTS): the columns are cut, too. For M > 4.
-
-    Scratch: parts float32 [blocks, PARTS, M, BN]; counters int32 [blocks], zero between launches.
-    """
-    allow_next(PDL)
-    LENGTH: tl.constexpr = ((K + PARTS - 1) // PARTS + BK - 1) // BK * BK
-    block, part = tl.program_id(0), tl.program_id(1)
-    first = block * BN
-    place, inside, column = outputs(first, n, N, M, BN)
-    y, added = dot_rows_wide(
-        w, x, None, None, residual + place, inside, first, part * LENGTH, n, N, 1, 0.0, K, LENGTH, M, BN, BK, 1, PDL
+    y, added = product(
+        wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
     )
-    last, y = add_parts(y, parts, counters, block, part, M, BN, PARTS)
+    last = True
+    if PARTS > 1:
+        last, y = add_parts(y, parts, counters, M, BN, PARTS)
     if last:
         if bias is not None:
             y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
@@ -178,7 +162,7 @@ def gate_up_kernel(
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
     wt = request_and_wait(wp, K, M, BK, PDL)
-    y, _ = product(wt, wp, w, x, gain, squares, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL)
+    y, _ = product(wt, wp, w, x, gain, squares, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, PDL)
     if bias is not None:
         row = first + tl.arange(0, BN)
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
@@ -191,9 +175,9 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def qkv_rope_append_kernel(
-    x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, n, N, blocks, heads, kv_heads, S, eps,
-    K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, parts, counters, n, N, blocks, heads, kv_heads,
+    S, eps, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
 
@@ -211,27 +195,30 @@ def qkv_rope_append_kernel(
     d = (first % D + tl.arange(0, BN))[None, :]
     turns = rope + m[:, None] * D + d
     y, turn = product(
-        wt, wp, w, x, gain, squares, turns, real[:, None], first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PDL
+        wt, wp, w, x, gain, squares, turns, real[:, None], first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
     )
+    last = True
+    if PARTS > 1:
+        last, y = add_parts(y, parts, counters, M, BN, PARTS)
     if M > 4:  # what needs them is only to be stored
         row, slot = tl.load(rows + m, mask=real, other=0), tl.load(slots + m, mask=real, other=0)
-    if bias is not None:
-        y += tl.load(bias + first + tl.arange(0, BN)).to(tl.float32)[None, :]
-    head = first // D
-    rotates = head < heads + kv_heads
-    cos, sin = tl.split(tl.reshape(turn, (M, BN // 2, 2)))  # each [M, BN / 2]
-    cos = tl.where(rotates, cos, 1.0)
-    sin = tl.where(rotates, sin, 0.0)
-    a, b = tl.split(tl.reshape(y, (M, BN // 2, 2)))  # each [M, BN / 2]
-    y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (M, BN)).to(q.dtype.element_ty)
-    if head < heads:
-        tl.store(q + (m[:, None] * heads + head) * D + d, y, mask=real[:, None])
-    elif rotates:
-        line = (row * kv_heads + head - heads) * S + slot  # int64, as rows and slots are
-        tl.store(k_cache + line[:, None] * D + d, y, mask=real[:, None])
-    else:
-        line = (row * kv_heads + head - heads - kv_heads) * S + slot
-        tl.store(v_cache + line[:, None] * D + d, y, mask=real[:, None])
+    if last:
+        if bias is not None:
+            y += tl.load(bias + first + tl.arange(0, BN)).to(tl.float32)[None, :]
+        head = first // D
+        rotates = head < heads + kv_heads
+        cos, sin = tl.split(tl.reshape(turn, (M, BN // 2, 2)))  # each [M, BN / 2]
+        cos = tl.where(rotates, cos, 1.0)
+        sin = tl.where(rotates, sin, 0.0)
+        a, b = tl.split(tl.reshape(y, (M, BN // 2, 2)))  # each [M, BN / 2]
+        y16 = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (M, BN)).to(q.dtype.element_ty)
+        line = (row * kv_heads + (head - heads) % kv_heads) * S + slot  # int64, as rows and slots are
+        if head < heads:
+            tl.store(q + (m[:, None] * heads + head) * D + d, y16, mask=real[:, None])
+        elif rotates:
+            tl.store(k_cache + line[:, None] * D + d, y16, mask=real[:, None])
+        else:
+            tl.store(v_cache + line[:, None] * D + d, y16, mask=real[:, None])
 
 
 @triton.jit

@@ -21,6 +21,9 @@ PROGRAMS = 264
 LONG_ROWS = 8
 """With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
 
+AHEAD_BYTES = 12 * 2**20
+"""What attention fetches ahead into the L2 cache (50 MB on an H100 or H200), at most."""
+
 NEVER = 2**31 - 1
 """A length that no row has."""
 
@@ -31,8 +34,7 @@ MAX_PARTS = 8
 class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns.
 
-    parts: programs that share the rows, each with a part of the columns; 1 where there is a norm, or up to 4 rows of
-        activations.
+    parts: programs that share the rows, each with a part of the columns; 1 for up to 4 rows of activations.
     """
 
     rows: int
@@ -59,17 +61,18 @@ def row_bucket(n: int) -> int:
     return power_of_two(n) if n <= PLAIN_ROWS else max(8, power_of_two(n))
 
 
-def tile(columns: int, rows: int, m: int, unit: int = 0) -> Tile:
+def tile(columns: int, rows: int, m: int, unit: int = 0, whole: bool = False) -> Tile:
     """The tile for a matrix of `rows` x `columns` and m rows of activations, one of `row_bucket`.
 
     Args:
         unit: a program's rows must divide this (head_dim, where a program must stay within a head); 0 is no limit.
+        whole: the columns may not be cut into parts.
     """
     known = table.TILES.get((columns, rows, m))
     shape = Tile(*known) if known is not None else _tile_by_rule(columns, rows, m)
     while unit % shape.rows:
         shape = shape._replace(rows=shape.rows // 2)
-    return shape
+    return shape._replace(parts=1) if whole else shape
 
 
 def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
@@ -94,13 +97,12 @@ def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
 
 
 def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
-    """For tensor cores. A warp multiplies 16 rows at a time. 64 columns a warp at least: then a thread has two numbers
-    of the gain, and only reads of 4 bytes or more are made ahead of their use. Two programs and more must fit an SM."""
-    heights = (64, 32) if m == 8 else (32,)
+    """For tensor cores. Four tiles of activations are in registers at a time: 64 of each thread at most."""
+    heights = (64, 32)
     height = next((height for height in heights if rows >= height * PROGRAMS), 16)
-    width = next((width for width in (256, 128, 64) if -(-columns // width) * width <= 1.25 * columns), 64)
-    width = min(width, power_of_two(columns))
-    return Tile(height, width, max(1, min(width // 64, 4 if m > 8 else max(2, height // 16))))
+    fitting = [width for width in (256, 128, 64) if m * width <= 4096]
+    width = next((width for width in fitting if -(-columns // width) * width <= 1.25 * columns), 64)
+    return Tile(height, min(width, power_of_two(columns)), 4)
 
 
 def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
@@ -121,3 +123,9 @@ def long_way(number: int, group: int, rows: int, max_seq_len: int) -> tuple[int,
     if group == 1 or (rows < LONG_ROWS and max_seq_len <= LONG_FROM):
         return number, NEVER
     return min(64, 1 << ((number * group).bit_length() - 1)), 0 if rows >= LONG_ROWS else LONG_FROM
+
+
+def lines_ahead(size: int, programs: int) -> int:
+    """Lines of 128 bytes of a matrix of `size` bytes that each program of attention fetches ahead: a power of two."""
+    lines = min(size, AHEAD_BYTES) // (128 * programs)
+    return 1 << (lines.bit_length() - 1) if lines else 0
