@@ -60,13 +60,6 @@ def test_long_splits_are_a_power_of_two_that_the_programs_can_fill() -> None:
     assert launch.long_way(8, 4, 1, launch.LONG_FROM) == (8, launch.NEVER)  # a cache that holds no long context
 
 
-def test_lines_ahead_stay_within_the_matrix() -> None:
-    for size, programs in itertools.product((2**12, 2**20, 67 * 10**6), (1, 9 * 8, 512, 100000)):
-        lines = launch.lines_ahead(size, programs)
-        assert lines * programs * 128 <= min(size, launch.AHEAD_BYTES)
-        assert lines == 0 or lines == launch.power_of_two(lines)
-
-
 def test_supports_says_why_not() -> None:
     reason = FusedOps.supports(cases.config(), torch.device("cpu"), torch.bfloat16)
     assert reason is not None

@@ -18,10 +18,6 @@ Two ways to work on a split, chosen by the length:
 
 Both request their first tile before the wait (`sync.py`): all but the newest token was written by earlier steps.
 
-Attention waits more than it reads: at short lengths the memory has nothing to do meanwhile. So each program, as soon as
-the kernel before has ended, also asks the L2 cache for a few lines of the matrix after the next (gate and up), which
-is the largest of a layer. It is a request without an answer; nobody waits for it.
-
 What may be read before the wait: `positions` and `active`, and the cache up to the positions. They were written before
 the ordinary kernel (one without PDL) that starts a step, and ordinary kernels are fences; see `begin.py`.
 """
@@ -29,7 +25,7 @@ the ordinary kernel (one without PDL) that starts a step, and ordinary kernels a
 import triton
 import triton.language as tl
 
-from .sync import allow_next, last_to_arrive, wait_for_previous
+from .sync import allow_next, last_to_arrive, wait_for_previous, wait_in_a_loop
 
 # mypy: ignore-errors
 
@@ -38,10 +34,9 @@ NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that n
 
 @triton.jit
 def attention_kernel(
-    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, ahead, heads, kv_heads, S, scale,
-    long_from,
+    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    BT: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
@@ -50,7 +45,6 @@ def attention_kernel(
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
     [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
     of two above SPLITS and up to SPLITS * GROUP. LONG equal to SPLITS leaves it out; then long_from is out of reach.
-    ahead: a matrix of 2-byte numbers, of which each program fetches LINES lines of 128 bytes ahead; none if 0.
     """
     allow_next(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -58,31 +52,29 @@ def attention_kernel(
     length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
-    mine = ahead + ((row * SPLITS + split) * heads + head).to(tl.int64) * (LINES * 64)
     if length < long_from:
         short_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, mine, at, split, length, scale,
-            D, DP, SPLITS, LONG, BT, LINES, PDL,
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at, split, length, scale,
+            D, DP, SPLITS, LONG, BT, PDL,
         )  # fmt: skip
     elif LONG > SPLITS:
         long_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, mine, at - head % GROUP,
-            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, LINES, PDL,
+            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at - head % GROUP,
+            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, PDL,
         )  # fmt: skip
 
 
 @triton.jit
 def short_way(
-    q, k_head, v_head, parts, maxima, sums, counters, out, ahead, at, split, length, scale,
-    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
+    D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one query head, which is number `at` of all heads of all rows."""
     tokens, splits = share(length, SPLITS, BT)
     first, line = split * tokens, at * LONG
     one_head(
         q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-        out + at * D, ahead, length, first, tl.minimum(first + tokens, length), splits, scale, D, DP, BT, LINES, PDL,
+        out + at * D, length, first, tl.minimum(first + tokens, length), splits, scale, D, DP, BT, PDL,
     )  # fmt: skip
     if (splits > 1) & (split < splits):  # noqa: SIM102, `and` would count programs in that take no part
         if last_to_arrive(counters + at, splits):
@@ -91,30 +83,20 @@ def short_way(
 
 @triton.jit
 def long_way(
-    q, k_head, v_head, parts, maxima, sums, counters, out, ahead, at, split, length, scale,
+    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of the GROUP query heads from number `at` on."""
     tokens, splits = share(length, LONG, BT)
     first, line = split * tokens, at * LONG
     one_group(
         q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-        ahead, length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, LINES, PDL,
+        length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, PDL,
     )  # fmt: skip
     if split < splits:  # noqa: SIM102, as above
         if last_to_arrive(counters + at, splits):
             merge_group(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, GROUP, LONG)
-
-
-@triton.jit
-def fetch_ahead(matrix, LINES: tl.constexpr):
-    """Ask the L2 cache for the LINES lines of 128 bytes from the pointer `matrix` (to 2-byte numbers) on."""
-    if LINES > 0:
-        lines = (matrix + tl.arange(0, LINES) * 64).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
@@ -126,8 +108,8 @@ def share(length, SPLITS: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit
 def one_head(
-    q, k_head, v_head, part, maximum, total, out, ahead, length, first, end, splits, scale,
-    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    q, k_head, v_head, part, maximum, total, out, length, first, end, splits, scale,
+    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens first .. end - 1 for one query head. Waits for the previous kernel, also when there is no token.
 
@@ -142,7 +124,6 @@ def one_head(
     k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
     v = tl.load(v_head + tile, mask=past, other=0.0)
     wait_for_previous(PDL)
-    fetch_ahead(ahead, LINES)
     if first < end:
         query = tl.load(q + d, mask=wide, other=0.0).to(tl.float32) * scale
         new = (t == newest)[:, None]
@@ -176,45 +157,54 @@ def one_head(
 
 @triton.jit
 def one_group(
-    q, k_head, v_head, part, maximum, total, ahead, length, first, end, scale,
+    q, k_head, v_head, part, maximum, total, length, first, end, scale,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart. It waits."""
+    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart.
+
+    It waits in the first turn of its loop, of which there is one at least, for the reason that `gemm.py` gives: the
+    tiles of K and V that the loop reads are of earlier steps, and may be on their way before. The newest token is not
+    among them, and is added after the loop.
+    """
     d = tl.arange(0, DP)
     g = tl.arange(0, GP)
-    wide = (d < D)[None, :]
-    real = (g < GROUP)[:, None] & wide
-    t = first + tl.arange(0, BT)
-    tile = t[:, None] * D + d[None, :]
+    wide = d < D
+    real = (g < GROUP)[:, None] & wide[None, :]
     newest = length - 1
-    past = ((t < end) & (t < newest))[:, None] & wide
-    k = tl.load(k_head + tile, mask=past, other=0.0)  # [BT, DP]
-    v = tl.load(v_head + tile, mask=past, other=0.0)
-    wait_for_previous(PDL)
-    fetch_ahead(ahead, LINES)
+    past = tl.minimum(end, newest)
+    query = tl.zeros((GP, DP), q.dtype.element_ty)
+    new_k, new_v = tl.zeros((DP,), q.dtype.element_ty), tl.zeros((DP,), q.dtype.element_ty)
+    m = tl.full((GP,), NEVER, tl.float32)
+    l = tl.zeros((GP,), tl.float32)  # noqa: E741
+    acc = tl.zeros((GP, DP), tl.float32)
+    for t0 in tl.range(first, tl.maximum(past, first + 1), BT, num_stages=3):
+        t = t0 + tl.arange(0, BT)
+        tile = t[:, None] * D + d[None, :]
+        inside = (t < past)[:, None] & wide[None, :]
+        k = tl.load(k_head + tile, mask=inside, other=0.0)  # [BT, DP]
+        v = tl.load(v_head + tile, mask=inside, other=0.0)
+        if t0 == first:
+            wait_in_a_loop(PDL)
+            query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
+            new_k = tl.load(k_head + newest * D + d, mask=wide, other=0.0)
+            new_v = tl.load(v_head + newest * D + d, mask=wide, other=0.0)
+        there = (t < past)[None, :]
+        score = tl.where(there, tl.dot(query, tl.trans(k)) * scale, NEVER)  # [GP, BT]
+        higher = tl.maximum(m, tl.max(score, 1))
+        p = tl.where(there, tl.exp(score - higher[:, None]), 0.0)  # where no token is, all differences are zero
+        shrink = tl.exp(m - higher)
+        l = l * shrink + tl.sum(p, 1)  # noqa: E741
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        m = higher
     if first < end:
-        query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
-        new = (t == newest)[:, None]
-        k = tl.where(new, tl.load(k_head + newest * D + d[None, :], mask=wide, other=0.0), k)
-        v = tl.where(new, tl.load(v_head + newest * D + d[None, :], mask=wide, other=0.0), v)
-        score = tl.where((t < end)[None, :], tl.dot(query, tl.trans(k)) * scale, NEVER)  # [GP, BT]
-        m = tl.max(score, 1)
-        p = tl.exp(score - m[:, None])
-        l = tl.sum(p, 1)  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v)  # [GP, DP]
-        for t0 in tl.range(first + BT, end, BT, num_stages=1):
-            t = t0 + tl.arange(0, BT)
-            tile = t[:, None] * D + d[None, :]
-            inside = (t < end)[:, None] & wide
-            k = tl.load(k_head + tile, mask=inside, other=0.0)
-            v = tl.load(v_head + tile, mask=inside, other=0.0)
-            score = tl.where((t < end)[None, :], tl.dot(query, tl.trans(k)) * scale, NEVER)
-            higher = tl.maximum(m, tl.max(score, 1))
-            p = tl.exp(score - higher[:, None])
+        if end == length:
+            score = tl.sum(query.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale  # [GP]
+            higher = tl.maximum(m, score)
+            p = tl.exp(score - higher)
             shrink = tl.exp(m - higher)
-            l = l * shrink + tl.sum(p, 1)  # noqa: E741
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+            l = l * shrink + p  # noqa: E741
+            acc = acc * shrink[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
             m = higher
         tl.store(part + g[:, None] * (LONG * D) + d[None, :], acc, mask=real)
         tl.store(maximum + g * LONG, m, mask=g < GROUP)

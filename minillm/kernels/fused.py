@@ -82,7 +82,6 @@ class FusedOps:
         # sums of squares by blocks of a residual stream, of 16 columns and more
         self.squares = torch.empty(blocks * launch.row_bucket(min(max_rows, MAX_ROWS)), device=device)
         self._prepared: Prepared | None = None  # of the newest residual stream
-        self._ahead: Tensor | None = None  # the matrix that attention fetches ahead: gate and up of its layer
         # counters of arrivals: every kernel leaves them at zero
         self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
@@ -132,7 +131,6 @@ class FusedOps:
         n, hidden = x.shape
         if n > MAX_ROWS:
             return reference.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
-        self._ahead = w.gate_up
         q = x.new_empty(n, self.heads, head_dim)
         turns = torch.view_as_real(rope)  # [n, head_dim / 2, 2]
         heads, slots_a_head = self.heads + 2 * self.kv_heads, kv.shape[3]
@@ -173,15 +171,12 @@ class FusedOps:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
             shape, long_splits, long_from = self.attention_shapes[n - 1]
-            ahead, programs = q if self._ahead is None else self._ahead, self.heads * shape.number * n
-            lines = launch.lines_ahead(ahead.numel() * ahead.itemsize, programs) if self.pdl else 0
             self._run(
                 self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
-                out, ahead, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
+                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
-                LINES=0 if self._ahead is None else lines,
             )  # fmt: skip
             return out
 

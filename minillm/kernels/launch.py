@@ -21,9 +21,6 @@ PROGRAMS = 264
 LONG_ROWS = 8
 """With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
 
-AHEAD_BYTES = 12 * 2**20
-"""What attention fetches ahead into the L2 cache (50 MB on an H100 or H200), at most."""
-
 NEVER = 2**31 - 1
 """A length that no row has."""
 
@@ -97,12 +94,14 @@ def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
 
 
 def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
-    """For tensor cores. Four tiles of activations are in registers at a time: 64 of each thread at most."""
-    heights = (64, 32)
-    height = next((height for height in heights if rows >= height * PROGRAMS), 16)
-    fitting = [width for width in (256, 128, 64) if m * width <= 4096]
-    width = next((width for width in fitting if -(-columns // width) * width <= 1.25 * columns), 64)
-    return Tile(height, min(width, power_of_two(columns)), 4)
+    """For tensor cores: tiles of 16 KB and, where few rows make few programs, parts of two tiles at least."""
+    height = next(height for height in (64, 32, 16) if rows >= 32 * height or height == 16)
+    height = 128 if m == 32 and rows >= 128 * PROGRAMS // 2 else height
+    width = 128 if -(-columns // 128) * 128 <= 1.25 * columns else 64
+    blocks, parts = -(-rows // height), 1
+    while parts < MAX_PARTS and 2 * parts * blocks <= PROGRAMS and columns >= 4 * parts * width:
+        parts *= 2
+    return Tile(height, min(width, power_of_two(columns)), 4, parts)
 
 
 def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
@@ -111,7 +110,7 @@ def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
     known = table.ATTENTION.get((heads, kv_heads, head_dim, 1 if few else row_bucket(min(rows, 32))))
     if known is not None:
         return Splits(*known)
-    number = (16 if heads <= 32 else 8) if few else max(1, 32 // power_of_two(rows))
+    number = (16 if heads <= 32 else 8) if few else max(1, 16 // power_of_two(rows))
     return Splits(number, 64 if head_dim <= 128 else 32, 4)
 
 
@@ -123,9 +122,3 @@ def long_way(number: int, group: int, rows: int, max_seq_len: int) -> tuple[int,
     if group == 1 or (rows < LONG_ROWS and max_seq_len <= LONG_FROM):
         return number, NEVER
     return min(64, 1 << ((number * group).bit_length() - 1)), 0 if rows >= LONG_ROWS else LONG_FROM
-
-
-def lines_ahead(size: int, programs: int) -> int:
-    """Lines of 128 bytes of a matrix of `size` bytes that each program of attention fetches ahead: a power of two."""
-    lines = min(size, AHEAD_BYTES) // (128 * programs)
-    return 1 << (lines.bit_length() - 1) if lines else 0
