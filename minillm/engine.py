@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 import torch
 
 from .cache import KVCache
+from .decoding import Decoding
 from .errors import EngineError, MinillmError
 from .graphs import GraphRunner
 from .model import Llama
 from .prefix import RowMemory
 from .readback import Readback, Ticket
 from .request import Request
-from .sampling import Mode
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
 
@@ -182,7 +182,7 @@ class Engine:
 
     # ------------------------------------------------------------------ tokens
 
-    def _who_decodes(self) -> "Decoding":
+    def _who_decodes(self) -> Decoding:
         return Decoding(
             [(row, r) for row, r in enumerate(self.rows) if r is not None and r.enqueued and not r.fully_enqueued]
         )
@@ -274,25 +274,6 @@ class Engine:
             self.state.active.zero_()
         for request in lost:
             self._end(request, error=_told(error))
-
-
-class Decoding:
-    """The rows that take part in decode steps, and what a step of them needs; made anew only when they change."""
-
-    def __init__(self, rows: list[tuple[int, Request]]) -> None:
-        self.rows = rows
-        self.highest = rows[-1][0] if rows else -1
-        self.position = max((len(r.prompt_token_ids) + r.enqueued - 1 for _, r in rows), default=0)
-        self.mode = max((r.mode for _, r in rows), default=Mode.GREEDY)
-        self._left = min((r.limit - len(r.prompt_token_ids) - r.enqueued for _, r in rows), default=0)
-
-    def advance(self) -> bool:
-        """Count a step that was enqueued; returns whether it was the last of a row."""
-        for _, request in self.rows:
-            request.enqueued += 1
-        self.position += 1
-        self._left -= 1
-        return self._left == 0
 
 
 class _Entered:

@@ -99,6 +99,7 @@ def test_cancelling_a_task_cancels_its_requests(llm: LLM) -> None:
             lambda: llm.agenerate(["the king"] * 9, LONG),  # waits for room
             lambda: text_of(llm.astream("the king", LONG)),
             lambda: llm.achat(MESSAGES, LONG),
+            lambda: llm.submit("the king", LONG).completion(),
         ):
             task = asyncio.create_task(make())
             while llm._service.engine.open == 0:

@@ -114,15 +114,15 @@ def test_a_handle_keeps_its_llm(tiny: Path) -> None:
 
 
 def test_the_thread_starts_with_the_first_request_and_ends_with_close(tiny: Path) -> None:
-    def threads() -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t.name == "minillm-engine"]
-
-    before = threads()
     with LLM(tiny, device="cpu") as llm:
-        assert threads() == before
+        assert llm._service._thread is None
         llm.generate("a", GREEDY)
-        assert len(threads()) == len(before) + 1
-    assert threads() == before
+        thread = llm._service._thread
+        assert thread in threading.enumerate()
+        assert thread.name == "minillm-engine"
+        llm.generate("a", GREEDY)
+        assert llm._service._thread is thread
+    assert not thread.is_alive()
     LLM(tiny, device="cpu").close()
 
 

@@ -63,7 +63,7 @@ class Schedule(RuleBasedStateMachine):
         self.asked.append(r)
         self.engine.submit(r)
 
-    @rule(shared=st.integers(0, 40), own=st.integers(1, 30), seed=st.integers(0, 3), new=st.integers(1, 12))
+    @rule(shared=st.integers(0, 40), own=st.integers(1, 30), seed=st.integers(0, 3), new=st.integers(1, 30))
     def submit(self, shared: int, own: int, seed: int, new: int) -> None:
         prompt = SHARED[:shared] + prompt_of(own, seed)
         self._ask(lambda end: request(prompt, new=new, on_done=end))
@@ -80,7 +80,7 @@ class Schedule(RuleBasedStateMachine):
     def score(self, length: int) -> None:
         self._ask(lambda end: Request.scoring(SHARED[:length], end))
 
-    @rule(times=st.integers(1, 12))
+    @rule(times=st.integers(1, 6))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.engine.step()
@@ -89,6 +89,13 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.engine.cancel(data.draw(st.sampled_from(self.asked)))
+
+    @precondition(lambda self: any(self.engine.rows))
+    @rule(data=st.data(), seen=st.booleans())
+    def cancel_one_that_runs(self, data: st.DataObject, seen: bool) -> None:
+        if seen:
+            self.engine.step()
+        self.engine.cancel(data.draw(st.sampled_from([r for r in [*self.engine.rows, *self.asked[-1:]] if r])))
 
     @precondition(lambda self: self.engine._decoding.rows)
     @rule(error=st.sampled_from([RuntimeError("device lost"), torch.OutOfMemoryError("CUDA out of memory")]))
@@ -117,6 +124,12 @@ class Schedule(RuleBasedStateMachine):
     def every_open_request_is_in_one_place(self) -> None:
         held = [r for r in self.engine.rows if r is not None]
         assert sorted(map(id, [*held, *self.engine.waiting])) == sorted(id(r) for r in self.asked if not r.done)
+
+    @invariant()
+    def who_has_no_request_is_padding(self) -> None:
+        """A row that went on after its request was cancelled would write over the prompt of the next."""
+        on = self.engine.state.active.tolist()
+        assert not any(on[row] and (r is None or not r.enqueued) for row, r in enumerate(self.engine.rows))
 
     @invariant()
     def every_end_is_told_once(self) -> None:
