@@ -6,9 +6,10 @@ import pytest
 import torch
 from small import CONFIG, FakeBackend, parts
 
-from minillm.engine import Engine, Request
-from minillm.errors import MinillmError
+from minillm.engine import Engine
+from minillm.errors import EngineError, MinillmError
 from minillm.graphs import GraphRunner
+from minillm.request import Request
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import DecodeState
 from minillm.step import decode_step
@@ -16,7 +17,9 @@ from minillm.step import decode_step
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def engine_of(rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16) -> Engine:
+def engine_of(
+    rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16, reuse: bool = True
+) -> Engine:
     model, cache, state = parts(rows, max_seq_len)
 
     def step(part: DecodeState, kv_len: int, mode: Mode) -> None:
@@ -24,7 +27,7 @@ def engine_of(rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk:
 
     runner = GraphRunner(step, state, cache, FakeBackend() if graphs else None)
     runner.capture()
-    return Engine(model, cache, state, runner, prefill_chunk=chunk)
+    return Engine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse)
 
 
 def request(prompt: list[int], params: SamplingParams = GREEDY, new: int = 10, stops: list[int] | None = None, **kw):
@@ -170,6 +173,19 @@ def test_nan_logits_are_an_error_and_no_token() -> None:
     assert len(run(engine, request(prompt_of(5, 1)))[0]) == 10
 
 
+def test_a_row_that_held_nan_serves_the_next() -> None:
+    """Masked attention reads a bucket: what a broken request had left there made NaN of 0 x NaN."""
+    engine = engine_of(rows=2, graphs=True)
+    good = engine.model.weights.embed[7].clone()
+    engine.model.weights.embed[7] = torch.nan
+    broken = request([5] * 30 + [7] * 10)
+    run(engine, broken)
+    assert isinstance(broken.error, MinillmError)
+    engine.model.weights.embed[7] = good
+    prompts = [prompt_of(4, 1), prompt_of(5, 2)]
+    assert run(engine, *(request(p) for p in prompts)) == [solo(p) for p in prompts]
+
+
 def test_an_error_of_the_device_ends_all_open_requests_and_the_next_works() -> None:
     engine = engine_of(rows=1)
     requests = [request(prompt_of(5, i)) for i in range(2)]
@@ -179,18 +195,26 @@ def test_an_error_of_the_device_ends_all_open_requests_and_the_next_works() -> N
     original, engine.model.decode = engine.model.decode, None  # type: ignore[assignment]
     engine.step()
     engine.model.decode = original  # type: ignore[method-assign]
-    assert all(isinstance(r.error, Exception) for r in requests)
+    assert all(isinstance(r.error, EngineError) for r in requests)
+    assert requests[0].error is not requests[1].error  # each is raised in a thread of its own
     assert not engine.busy
     assert run(engine, request(prompt_of(5, 7)))[0] == solo(prompt_of(5, 7))
 
 
-def test_score_waits_for_a_row_and_leaves_the_others_alone() -> None:
+def score(engine: Engine, ids: list[int]) -> torch.Tensor:
+    r = Request.scoring(ids)
+    run(engine, r)
+    assert r.error is None
+    return torch.cat(r.scores)
+
+
+def test_scoring_waits_for_a_row_and_leaves_the_others_alone() -> None:
     engine = engine_of(rows=1)
     running = request(prompt_of(5, 1), new=20)
     engine.submit(running)
     engine.step()
     ids = prompt_of(40, 2)
-    logits = engine.score(ids)
+    logits = score(engine, ids)
     assert logits.shape == (40, CONFIG.vocab_size)
     assert running.token_ids == solo(prompt_of(5, 1), new=20)
     whole = engine.model.prefill(torch.tensor(ids), 0, 0, engine.cache, all_logits=True)
@@ -203,6 +227,6 @@ def test_logprobs_are_those_of_scoring() -> None:
     r = request(prompt, SamplingParams(seed=4, logprobs=True, top_p=0.9))
     r.on_token = lambda token, logprob, reason: bool(got.append(logprob))
     run(engine, r)
-    scored = engine.score(prompt + r.token_ids).log_softmax(-1)
+    scored = score(engine, prompt + r.token_ids).log_softmax(-1)
     expected = [scored[len(prompt) - 1 + i, token].item() for i, token in enumerate(r.token_ids)]
     assert got == pytest.approx(expected, abs=1e-4)

@@ -200,7 +200,10 @@ class TimedEngine(Engine):
     """
 
     def __init__(self, runtime: Runtime, runner: BenchRunner, ops: str = "plain") -> None:
-        super().__init__(runtime.models[ops], runtime.cache, runtime.state, runner)
+        # all prompts are read before the first step, each round anew
+        cache = runtime.cache
+        chunk = cache.max_batch_size * cache.max_seq_len
+        super().__init__(runtime.models[ops], cache, runtime.state, runner, prefill_chunk=chunk, prefix_reuse=False)
         self.host_us: list[float] = []
 
     def _decode(self) -> bool:
