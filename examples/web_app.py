@@ -1,0 +1,160 @@
+"""A chat in the browser: one page, one route, and answers that appear word by word.
+
+    python examples/web_app.py                          # the default model, http://127.0.0.1:8000
+    python examples/web_app.py --model MODEL --port 80
+
+What it teaches: an app makes one `LLM` and calls it from as many threads as it likes. Every request has a thread of the
+web server here, each thread iterates over `llm.stream_chat`, and the engine runs all of them together. Closing the
+iterator cancels the request: when the page is closed or Stop is pressed, the next write fails, and the row is free.
+
+The answer travels as server-sent events: lines "data: {json}", each followed by an empty line. The page asks with
+`fetch` and not with EventSource, because a conversation is too long for an address.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from minillm import LLM, Chunk, MinillmError, SamplingParams
+
+MAX_BODY = 2**20  # bytes of a question; a conversation longer than this fits no context
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>minillm</title>
+<style>
+  body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: 0 auto; padding: 1rem }
+  p { white-space: pre-wrap; overflow-wrap: anywhere; padding: .6rem .9rem; border-radius: .6rem; background: #f3f3f3 }
+  .user { background: #e3edfd; margin-left: 4rem } .error { color: #b00020 }
+  form { display: flex; gap: .5rem; position: sticky; bottom: 0; background: #fff; padding: .6rem 0 }
+  textarea, button { font: inherit; padding: .5rem 1rem } textarea { flex: 1 }
+</style>
+<main aria-live="polite"></main>
+<form><textarea placeholder="Ask something. Enter sends, Shift+Enter makes a new line." autofocus></textarea>
+<button>Send</button></form>
+<script>
+const [talk, form, box, button] = ["main", "form", "textarea", "button"].map(name => document.querySelector(name));
+const messages = [];
+let running = null;
+function show(kind, text) {
+  const line = talk.appendChild(document.createElement("p"));
+  [line.className, line.textContent] = [kind, text];  // never as HTML: a model may write anything
+  return line;
+}
+async function answer(line) {
+  const reply = await fetch("/chat", {method: "POST", signal: running.signal, body: JSON.stringify({messages}),
+                                      headers: {"Content-Type": "application/json"}});
+  if (!reply.ok) throw Error((await reply.json()).error);
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let held = "", part; !(part = await reader.read()).done;) {
+    const events = (held + part.value).split("\\n\\n");
+    held = events.pop();
+    for (const data of events.map(event => JSON.parse(event.slice("data: ".length)))) {
+      if (data.error) throw Error(data.error);
+      line.textContent += data.text;
+    }
+    scrollTo(0, document.body.scrollHeight);
+  }
+}
+form.onsubmit = async event => {
+  event.preventDefault();
+  if (running) return running.abort();
+  if (!box.value.trim()) return;
+  messages.push({role: "user", content: box.value});
+  show("user", box.value);
+  const line = show("assistant", "");
+  [running, box.value, button.textContent] = [new AbortController(), "", "Stop"];
+  try { await answer(line); } catch (error) { if (error.name !== "AbortError") show("error", error.message); }
+  if (line.textContent) messages.push({role: "assistant", content: line.textContent});
+  else { messages.pop(); line.remove(); }
+  [running, button.textContent] = [null, "Send"];
+};
+box.onkeydown = event => {
+  if (event.key === "Enter" && !event.shiftKey && !running) { event.preventDefault(); form.requestSubmit(); }
+};
+</script></html>
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection. It speaks HTTP/1.0, the base class's own: the end of an answer is the end of the connection."""
+
+    server: "WebApp"
+    timeout = 60.0  # seconds that a browser may take to send or to read
+
+    def do_GET(self) -> None:
+        if self.path == "/":
+            self._reply(200, "text/html; charset=utf-8", PAGE.encode())
+        else:
+            self._refuse(404, f"there is nothing at {self.path}")
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        # a page of another site cannot send JSON without asking first, and it is never told that it may
+        if self.path != "/chat" or self.headers.get_content_type() != "application/json":
+            return self._refuse(404, "questions go to /chat, as application/json")
+        if not length.isdecimal() or int(length) > MAX_BODY:
+            return self._refuse(400, f"a question needs a Content-Length of at most {MAX_BODY}, not {length!r}")
+        try:
+            messages = json.loads(self.rfile.read(int(length)))["messages"]
+            chunks = self.server.llm.stream_chat(messages, self.server.params)  # it checks the messages at once
+        except MinillmError as error:
+            return self._refuse(400, str(error))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return self._refuse(400, 'a question is JSON: {"messages": [{"role": "user", "content": "Hi"}]}')
+        with closing(chunks), suppress(OSError):  # OSError: the page is gone
+            self._stream(chunks)
+
+    def _stream(self, chunks: Iterator[Chunk]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        try:
+            for chunk in chunks:
+                self._send({"text": chunk.text})
+        except MinillmError as error:  # too late for a status
+            self._send({"error": str(error)})
+
+    def _send(self, event: dict[str, str]) -> None:
+        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self._reply(status, "application/json", json.dumps({"error": reason}).encode())
+
+    def _reply(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class WebApp(ThreadingHTTPServer):
+    """The server, with what its threads share."""
+
+    def __init__(self, address: tuple[str, int], llm: LLM, params: SamplingParams) -> None:
+        self.llm, self.params = llm, params
+        super().__init__(address, Handler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A chat in the browser. Ctrl-C ends it.")
+    add = parser.add_argument
+    add("--model", help="directory, .gguf file, or hub id org/name (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s, this one alone)")
+    add("--port", type=int, default=8000, help="(default: %(default)s)")
+    options, params = parser.parse_args(), SamplingParams(max_tokens=1024, temperature=0.7, top_p=0.95)
+    try:
+        with LLM(options.model, progress=True) as llm, WebApp((options.host, options.port), llm, params) as app:
+            print(f"http://{options.host}:{app.server_port}")
+            app.serve_forever()
+    except (MinillmError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
+    except KeyboardInterrupt:
+        print()
+
+
+if __name__ == "__main__":
+    main()
