@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .answer import Completion as Completion
     from .answer import Stats as Stats
     from .errors import MinillmError as MinillmError
+    from .errors import QueueFullError as QueueFullError
+    from .handle import Handle as Handle
     from .llm import LLM as LLM
     from .sampling import SamplingParams as SamplingParams
 
@@ -24,10 +26,14 @@ _HOME = {
     "Completion": "answer",
     "Stats": "answer",
     "Chunk": "answer",
+    "Handle": "handle",
     "SamplingParams": "sampling",
     "MinillmError": "errors",
+    "QueueFullError": "errors",
 }
-__all__ = ["LLM", "Chunk", "Completion", "MinillmError", "SamplingParams", "Stats", "__version__"]
+__all__ = [
+    "LLM", "Chunk", "Completion", "Handle", "MinillmError", "QueueFullError", "SamplingParams", "Stats", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

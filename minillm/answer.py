@@ -4,11 +4,9 @@ A stop string may be split over tokens, and a token may hold the end of one and 
 given out only when it can no longer be part of a stop string: the longest tail that is a beginning of one is held back.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .engine import Request
 from .tokenizer import Detokenizer
 
 
@@ -36,6 +34,7 @@ class Stats:
     Attributes:
         time_to_first_token: waiting for a row, prefill and first sample.
         tokens_per_second: of decoding, the first token not counted (0 if there is no second one).
+        cached_tokens: tokens of the prompt that were not read again, because a former request had begun with them.
     """
 
     prompt_tokens: int
@@ -43,6 +42,7 @@ class Stats:
     time_to_first_token: float
     total_time: float
     tokens_per_second: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,36 +113,3 @@ class Answer:
         logprobs = self._new_logprobs if self._logprobs else None
         self.chunks.append(Chunk(text, self._new_ids, finish_reason, logprobs))
         self._new_ids, self._new_logprobs = [], []
-
-
-@dataclass
-class Pending:
-    """A request under way, its text so far, and when things happened to it."""
-
-    request: Request
-    answer: Answer
-    submitted: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-
-    def on_token(self, token_id: int, logprob: float, finish_reason: str | None) -> bool:
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
-        return self.answer.add(token_id, logprob, finish_reason)
-
-    def stats(self) -> Stats:
-        made, decoding = len(self.request.token_ids), self.last_token - self.first_token
-        return Stats(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=made,
-            time_to_first_token=max(self.first_token - self.submitted, 0.0),
-            total_time=time.perf_counter() - self.submitted,
-            tokens_per_second=(made - 1) / decoding if decoding > 0 else 0.0,
-        )
-
-    def completion(self) -> Completion:
-        """The whole answer, once it has ended."""
-        request, chunks = self.request, self.answer.chunks
-        logprobs = [x for chunk in chunks for x in chunk.logprobs or []] if request.params.logprobs else None
-        text, reason = "".join(chunk.text for chunk in chunks), request.finish_reason or "length"
-        return Completion(text, request.token_ids, request.prompt_token_ids, reason, logprobs, self.stats())

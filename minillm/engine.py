@@ -5,62 +5,23 @@ enqueue one decode step for all rows, and deliver the tokens of the step before.
 ahead: it enqueues step t + 1 before it has read the tokens of step t, so the device never waits for it. That is safe
 because a step ends its own rows: a row that met an end token in step t is padding in step t + 1.
 
-Nothing here is safe for threads by itself; `LLM` calls it under one lock. Whoever waits for a token calls `step`, so
-any number of streams, from any number of threads, advance together.
+Nothing here is safe for threads: one thread at a time may use an engine. `service.py` gives it a thread of its own.
 """
 
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache
-from .errors import MemoryLimitError, MinillmError
+from .errors import EngineError, MinillmError
 from .graphs import GraphRunner
 from .model import Llama
-from .sampling import Mode, SamplingParams
+from .request import Request
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt and what became of it. `on_token` is called for each token, and may end the request by returning True.
-
-    Attributes:
-        limit: number of tokens, prompt included, at which the answer ends. stops: token ids that end it.
-        finish_reason: "stop", "length", or None while it runs. error: why it failed, if it did.
-        enqueued: tokens of the answer that the device was asked for, of which some may not be delivered yet.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    limit: int
-    stops: list[int]
-    seed: int
-    on_token: Callable[[int, float, str | None], bool]
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: BaseException | None = None
-    enqueued: int = 0
-
-    @cached_property
-    def mode(self) -> Mode:
-        """How much of the sampler its steps need; the same for all of them."""
-        return Mode.of(self.params)
-
-    @property
-    def done(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def fully_enqueued(self) -> bool:
-        """Whether the token that reaches the limit is already on its way."""
-        return len(self.prompt_token_ids) + self.enqueued >= self.limit
 
 
 @dataclass
@@ -101,22 +62,31 @@ class Engine:
             self.cache.kv[:, :, 0].zero_()
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that has no room for a single token is done at once."""
-        if len(request.prompt_token_ids) >= request.limit:
-            request.finish_reason = "length"
-        else:
-            self.waiting.append(request)
+        """Queue a request."""
+        self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Forget a request and free its row. Its finish_reason stays None."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif request in self.rows:
-            self._release(self.rows.index(request))
+        if request.done:
+            return
+        request.cancelled = True
+        try:
+            if request in self.waiting:
+                self.waiting.remove(request)
+            elif request in self.rows:
+                self._release(self.rows.index(request))
+        except Exception as error:
+            self._fail_all(error)
+        request.on_done()
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.tickets or any(self.rows))
+
+    @property
+    def open(self) -> int:
+        """How many requests wait or have a row."""
+        return len(self.waiting) + len(self.rows) - self.rows.count(None)
 
     def step(self) -> None:
         """Admit, enqueue one decode step, deliver what is due. An error of the device ends every open request."""
@@ -126,30 +96,32 @@ class Engine:
                 enqueued = self._decode()
                 self._deliver(keep=1 if enqueued and self.device.type == "cuda" else 0)
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
-            self._fail_all(_told(error))
+            self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
 
-    def score(self, token_ids: list[int]) -> Tensor:
-        """Logits after every token, float32 [T, vocab] on the CPU. Waits for a row to be free."""
-        while None not in self.rows:
-            self.step()
-        row = self.rows.index(None)
-        with self._on_stream():
-            return torch.cat([chunk.cpu() for chunk in self._prefill(token_ids, row, all_logits=True)])
-
     def _admit(self) -> None:
-        while self.waiting and None in self.rows:
+        while self.waiting:
+            request = self.waiting[0]
+            if len(request.prompt_token_ids) >= request.limit:  # no room for a single token
+                self._end(self.waiting.popleft(), "length")
+                continue
+            if None not in self.rows:
+                return
             row, request = self.rows.index(None), self.waiting.popleft()
             self.rows[row] = request
             try:
                 self._start(row, request)
             except Exception as error:  # the others were not touched; a device that is lost ends them at their step
-                request.error = _told(error)
                 self._release(row)
+                self._end(request, error=error)
 
     def _start(self, row: int, request: Request) -> None:
         """Prefill, and enqueue the first token."""
+        if request.scores is not None:
+            request.scores += [chunk.cpu() for chunk in self._prefill(request.prompt_token_ids, row, all_logits=True)]
+            self._release(row)
+            return self._end(request, "length")
         logits = self._prefill(request.prompt_token_ids, row)[-1]
         self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
         finish_step(self.model, logits, self.state.narrow(row, 1), request.mode)
@@ -204,22 +176,23 @@ class Engine:
 
     def _receive(self, row: int, request: Request, token_id: int, code: int, logprob: float) -> None:
         if code == BROKEN:
-            request.error = MinillmError(
-                f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
-                "the weights are broken, or overflow in this dtype (try dtype='float32')"
-            )
-            return self._release(row)
+            self._release(row)
+            return self._end(request, error=_broken(request))
         request.token_ids.append(token_id)
         reason = {RUNNING: None, STOP: "stop", LENGTH: "length"}[code]
+        error = None
         try:
             if request.on_token(token_id, logprob, reason):
                 reason = "stop"
-        except Exception as error:  # a fault of one request ends that request alone
-            request.error = error
-            return self._release(row)
-        if reason is not None:
-            request.finish_reason = reason
+        except Exception as fault:  # a fault of one request ends that request alone
+            error = fault
+        if reason is not None or error is not None:
             self._release(row)
+            self._end(request, reason, error)
+
+    def _end(self, request: Request, reason: str | None = None, error: BaseException | None = None) -> None:
+        request.finish_reason, request.error = (reason, None) if error is None else (None, error)
+        request.on_done()
 
     def _release(self, row: int) -> None:
         """Make the row padding and free. Steps already enqueued may still write to it; the stream orders them first."""
@@ -232,22 +205,36 @@ class Engine:
         self._fail_all(error)
         self.runner.close()
 
-    def _fail_all(self, error: Exception) -> None:
-        for request in [*self.waiting, *self.rows]:
-            if request is not None:
-                request.error = error
+    def _fail_all(self, error: BaseException) -> None:
+        lost = [request for request in [*self.rows, *self.waiting] if request is not None]
         self.waiting.clear()
         self.tickets.clear()
         self.rows = [None] * len(self.rows)
-        with suppress(RuntimeError):  # a device that has failed cannot be told
+        with suppress(RuntimeError), self._on_stream():  # a device that has failed cannot be told
             self.state.active.zero_()
+        for request in lost:
+            self._end(request, error=_told(error))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return self.runner.on_stream() if self.device.type == "cuda" else nullcontext()
 
 
-def _told(error: BaseException) -> Exception:
-    """What a request is told of an error that is not its own."""
+def _told(error: BaseException) -> MinillmError:
+    """What a request is told of an error that is not its own. A new object for each: each is raised somewhere."""
+    if isinstance(error, MinillmError):
+        return type(error)(*error.args)
     if isinstance(error, torch.OutOfMemoryError):
-        return MemoryLimitError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
-    return error if isinstance(error, Exception) else MinillmError("a step was interrupted, and its requests are lost")
+        told = EngineError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
+    elif isinstance(error, Exception):
+        told = EngineError(f"a step failed, and all open requests with it: {type(error).__name__}: {error}")
+    else:
+        told = EngineError("a step was interrupted, and its requests are lost")
+    told.__cause__ = error
+    return told
+
+
+def _broken(request: Request) -> MinillmError:
+    return MinillmError(
+        f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
+        "the weights are broken, or overflow in this dtype (try dtype='float32')"
+    )

@@ -31,3 +31,12 @@ class MemoryLimitError(MinillmError):
 
 class GraphError(MinillmError):
     """A CUDA Graph was asked for and cannot be captured."""
+
+
+class QueueFullError(MinillmError):
+    """As many requests wait as `max_waiting` allows. The same request may be given again later."""
+
+
+class EngineError(MinillmError):
+    """A step of all requests failed (the device, its memory, a kernel), and the open ones are lost through no fault
+    of theirs."""

@@ -1,35 +1,38 @@
-"""LLM: the class that apps embed. Text in, text out; several threads may use one at once.
+"""LLM: the class that apps embed. Text in, text out; threads and asyncio tasks may use one at once, any number of them.
 
-It checks every request on the host before anything is launched, turns text into token ids, hands requests to the
-engine, and turns tokens back into text. Whoever waits for text drives the engine, one step at a time, under one lock.
+It checks every request on the host, turns text into token ids, and hands the request to the one thread that owns the
+device (`service.py`). Whoever wants the answer waits for that thread, and turns tokens back into text.
 """
 
-import operator
-import secrets
 import threading
-import time
-from collections.abc import Generator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
 from tqdm import tqdm
 
-from .answer import Answer, Chunk, Completion, Pending
+from .answer import Chunk, Completion
 from .cache import KVCache
 from .config import ModelConfig
-from .engine import Engine, Request
-from .errors import MinillmError, RequestError
+from .engine import Engine
+from .errors import ConfigError, RequestError
 from .graphs import CudaBackend, GraphReport, GraphRunner, check_graphs, make_runner
+from .handle import Handle
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
 from .model import Llama
+from .pending import Pending
+from .prompts import Desk, Prompt, is_one, unpacked
+from .request import Request
 from .sampling import Mode, SamplingParams
+from .service import Service
 from .state import DecodeState
 from .step import decode_step
 from .tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]  # text, or token ids
 Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}, ...]
 
 
@@ -46,6 +49,10 @@ class LLM:
         graphs: "auto" captures the decode steps where there is a GPU and runs eagerly where not, or if that fails;
             "on" insists; "off" runs eagerly.
         progress: show progress bars on stderr.
+        max_waiting: how many requests may wait for one of the `max_batch_size` rows; more are a QueueFullError.
+        prefill_chunk: tokens of prompts that are read between two decode steps of others, who wait that long; None is
+            512 on a GPU and 64 elsewhere.
+        prefix_reuse: whether a prompt that begins like one before is read from where they part.
     Raises: subclasses of MinillmError, a ValueError: ConfigError, CheckpointError, TokenizerError, MemoryLimitError,
         GraphError. Nothing stays allocated then.
     """
@@ -60,36 +67,70 @@ class LLM:
         max_seq_len: int | None = None,
         graphs: str = "auto",
         progress: bool = False,
+        max_waiting: int = 1024,
+        prefill_chunk: int | None = None,
+        prefix_reuse: bool = True,
     ) -> None:
         target = pick_device(device)
         check_graphs(graphs, has_gpu=target.type == "cuda")
+        _check_sizes(max_waiting, prefill_chunk)
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
         plan = make_plan(config, target, pick_dtype(dtype, config, target), max_batch_size, max_seq_len)
-        self._start(load_model(path, config, plan, progress), max_batch_size, plan.max_seq_len, graphs, progress)
+        self._start(
+            load_model(path, config, plan, progress), max_batch_size, plan.max_seq_len, graphs, progress,
+            max_waiting, prefill_chunk, prefix_reuse,
+        )  # fmt: skip
 
     @classmethod
     def from_model(
-        cls, model: Llama, tokenizer: Tokenizer, max_batch_size: int, max_seq_len: int, graphs: str = "auto"
+        cls,
+        model: Llama,
+        tokenizer: Tokenizer,
+        max_batch_size: int,
+        max_seq_len: int,
+        graphs: str = "auto",
+        *,
+        max_waiting: int = 1024,
+        prefill_chunk: int | None = None,
+        prefix_reuse: bool = True,
     ) -> "LLM":
         """An LLM of a model that is in memory already (a benchmark's random weights), and this LLM's from here on."""
+        _check_sizes(max_waiting, prefill_chunk)
         llm = cls.__new__(cls)
         llm.tokenizer = tokenizer
-        llm._start(model, max_batch_size, max_seq_len, graphs, progress=False)
+        llm._start(
+            model, max_batch_size, max_seq_len, graphs, False, max_waiting, prefill_chunk, prefix_reuse
+        )  # fmt: skip
         return llm
 
-    def _start(self, model: Llama, max_batch_size: int, max_seq_len: int, graphs: str, progress: bool) -> None:
+    def _start(
+        self,
+        model: Llama,
+        max_batch_size: int,
+        max_seq_len: int,
+        graphs: str,
+        progress: bool,
+        max_waiting: int,
+        prefill_chunk: int | None,
+        prefix_reuse: bool,
+    ) -> None:
         self.config, self.max_seq_len = model.config, max_seq_len
         self.device, self.dtype = model.weights.embed.device, model.weights.embed.dtype
-        self._lock = threading.RLock()
+        self._desk = Desk(self.config, self.tokenizer, max_seq_len)
         cache = KVCache(model.config, max_batch_size, max_seq_len, self.device, self.dtype)
         state = DecodeState.allocate(max_batch_size, model.config.vocab_size, self.device)
         runner = _capture(model, cache, state, graphs, progress)
         self._report = runner.report
-        self._engine: Engine | None = Engine(model, cache, state, runner)
+        if prefill_chunk is None:
+            prefill_chunk = 512 if self.device.type == "cuda" else 64
+        engine = Engine(model, cache, state, runner, prefill_chunk)
         if self.device.type == "cuda":
-            self._engine.warm_up()
+            engine.warm_up()
+        self._service = Service(engine, max_waiting)
+        # for an LLM that nobody closes; at the exit of the interpreter the service ends itself
+        weakref.finalize(self, self._service.stop).atexit = False
 
     # ------------------------------------------------------------------ answers
 
@@ -107,42 +148,88 @@ class LLM:
     def generate(self, prompts, params=None):  # type: ignore[no-untyped-def]
         """Answer one prompt (text, or a list of token ids) or a list of prompts, in their order.
 
+        A list may be longer than the queue: it is fed as room appears.
+
         Args:
             params: one for all, or a list with one for each prompt.
         Raises: RequestError before anything runs, if any of the prompts or parameters cannot be served.
         """
-        prompts = _unpacked(prompts)
-        if isinstance(prompts, str) or (_is_list(prompts) and len(prompts) and _as_int(prompts[0]) is not None):
+        prompts = unpacked(prompts)
+        if is_one(prompts):
             return self.generate([prompts], params)[0]
-        if not _is_list(prompts):
-            raise RequestError(f"prompts must be a text, token ids, or a list of them, not {type(prompts).__name__}")
-        each = list(params) if _is_list(params) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(
-                f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each"
-            )
-        pending = [self._prepare(self._encode(prompt), p) for prompt, p in zip(prompts, each, strict=True)]
-        return self._complete(pending)
+        return self._complete(self._desk.prepare_all(prompts, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Answer one prompt piece by piece. It is checked at once, and starts at the first `next`; closing ends it."""
-        return self._stream(self._prepare(self._encode(prompt), params))
+        return self._stream(self._desk.prepare(prompt, params))
 
     def chat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, [{"role": "user", "content": "..."}, ...], through the model's chat template."""
-        return self._complete([self._prepare(self.tokenizer.apply_chat_template(messages), params)])[0]
+        return self._complete([self._prepare_chat(messages, params)])[0]
 
     def stream_chat(self, messages: Messages, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`chat`, piece by piece."""
-        return self._stream(self._prepare(self.tokenizer.apply_chat_template(messages), params))
+        return self._stream(self._prepare_chat(messages, params))
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+        """Start to answer one prompt, and return at once.
+
+        Raises: RequestError, and QueueFullError if `max_waiting` requests wait already.
+        """
+        return self._submit(self._desk.prepare(prompt, params))
+
+    def submit_chat(self, messages: Messages, params: SamplingParams | None = None) -> Handle:
+        """`submit` of a conversation."""
+        return self._submit(self._prepare_chat(messages, params))
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Teacher-forced logits, float32 [T, vocab] on the CPU: row t is the model's view of token t + 1."""
-        ids = self._check_ids(token_ids)
+        ids = self._desk.check_ids(token_ids)
         if not ids:
             raise RequestError("logits of no token ids were asked for: give at least one")
-        with self._lock:
-            return self._open().score(ids)
+        ended = threading.Event()
+        request = Request.scoring(ids, ended.set)
+        try:
+            self._service.submit(request, wait=True)
+            self._service.refuse_own_thread()
+            ended.wait()
+        finally:  # after Ctrl-C, it does not keep a row
+            self._service.cancel(request)
+        if request.error is not None:
+            raise request.error
+        return torch.cat(request.scores or [])
+
+    # ------------------------------------------------------------------ answers for asyncio
+
+    @overload
+    async def agenerate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    async def agenerate(self, prompts: list[int], params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    async def agenerate(
+        self, prompts: list[str] | list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]: ...
+
+    async def agenerate(self, prompts, params=None):  # type: ignore[no-untyped-def]
+        """`generate` for asyncio: the loop is free meanwhile, and cancelling the task cancels the requests."""
+        prompts = unpacked(prompts)
+        if is_one(prompts):
+            return (await self.agenerate([prompts], params))[0]
+        return await self._acomplete(self._desk.prepare_all(prompts, params))
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
+        """`stream` for asyncio: `async for chunk in llm.astream(prompt)`. Closing it, or its task's end, ends it."""
+        return self._astream(self._desk.prepare(prompt, params))
+
+    async def achat(self, messages: Messages, params: SamplingParams | None = None) -> Completion:
+        """`chat` for asyncio."""
+        return (await self._acomplete([self._prepare_chat(messages, params)]))[0]
+
+    def astream_chat(self, messages: Messages, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
+        """`stream_chat` for asyncio."""
+        return self._astream(self._prepare_chat(messages, params))
 
     # ------------------------------------------------------------------ the runtime
 
@@ -153,15 +240,11 @@ class LLM:
     @property
     def bytes_per_step(self) -> int:
         """Bytes of weights that every decode step reads."""
-        return self._open().model.weights.bytes_per_step
+        return self._service.engine.model.weights.bytes_per_step
 
     def close(self) -> None:
-        """Give all memory back. Open requests end with an error; so does every later call."""
-        with self._lock:
-            if self._engine is None:
-                return
-            engine, self._engine = self._engine, None
-            engine.shut_down(MinillmError("this LLM was closed"))
+        """Give all memory back. Open requests end with an error; so does every later call. From any thread."""
+        self._service.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -171,107 +254,66 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self) -> Engine:
-        if self._engine is None:
-            raise MinillmError("this LLM was closed: make a new one")
-        return self._engine
-
     # ------------------------------------------------------------------ requests
 
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    def _prepare_chat(self, messages: Messages, params: SamplingParams | None) -> Pending:
+        return self._desk.prepare(self.tokenizer.apply_chat_template(messages), params)
 
-    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """Ids on their way to the device, where a bad one would be an assert that poisons the whole process."""
-        token_ids = _unpacked(token_ids)
-        if not _is_list(token_ids):
-            raise RequestError(f"token ids must be a list of whole numbers, not {type(token_ids).__name__}")
-        ids = [_as_int(token_id) for token_id in token_ids]
-        for index, token_id in enumerate(ids):
-            if token_id is None or not 0 <= token_id < self.config.vocab_size:
-                raise RequestError(
-                    f"token id {token_ids[index]!r} at index {index} is no whole number below {self.config.vocab_size}"
-                )
-        if len(ids) > self.max_seq_len:
-            longer = " or raise max_seq_len" if self.max_seq_len < self.config.max_position_embeddings else ""
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context {self.max_seq_len}: shorten the prompt{longer}"
-            )
-        return [token_id for token_id in ids if token_id is not None]
+    def _handle(self, pending: Pending) -> Handle:
+        return Handle(pending, self._service, self)
 
-    def _prepare(self, token_ids: Sequence[int], params: SamplingParams | None) -> Pending:
-        ids, params = self._check_ids(token_ids), SamplingParams() if params is None else params
-        if not ids:
-            raise RequestError(
-                "the prompt is empty, and this model has no begin token to start from: give it some text"
-            )
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
-        for token_id in params.stop_token_ids:
-            if token_id >= self.config.vocab_size:
-                raise RequestError(
-                    f"stop token id {token_id} is not below the vocabulary size {self.config.vocab_size}"
-                )
-        ends = () if params.ignore_eos else self.config.eos_token_ids
-        stops = sorted({*ends, *params.stop_token_ids})
-        answer = Answer(self.tokenizer.detokenizer(ids), params.stop, frozenset(stops), params.logprobs)
-        limit = min(len(ids) + params.max_tokens, self.max_seq_len)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        request = Request(ids, params, limit, stops, seed, on_token=lambda *_: False)
-        pending = Pending(request, answer)
-        request.on_token = pending.on_token
-        return pending
-
-    def _submit(self, pending: list[Pending]) -> None:
-        with self._lock:
-            for p in pending:
-                p.submitted = time.perf_counter()
-                self._open().submit(p.request)
+    def _submit(self, pending: Pending) -> Handle:
+        handle = self._handle(pending)
+        handle.submit()
+        return handle
 
     def _complete(self, pending: list[Pending]) -> list[Completion]:
+        handles = [self._handle(p) for p in pending]
         try:
-            self._submit(pending)
-            for p in pending:
-                while not p.request.done:
-                    self._advance(p)
-                if p.request.error is not None:
-                    raise p.request.error
-            return [p.completion() for p in pending]
+            for handle in handles:
+                handle.submit(wait=True)
+            return [handle.result() for handle in handles]
         finally:  # after an error or Ctrl-C, none of them keeps a row
-            self._cancel(pending)
+            _cancel(handles)
 
     def _stream(self, pending: Pending) -> Generator[Chunk, None, None]:
-        # queued in here and not by the caller: closing a generator that never started does not run its `finally`
-        sent = 0
+        # submitted in here and not by the caller: closing a generator that never started does not run its `finally`
+        handle = self._handle(pending)
         try:
-            self._submit([pending])
-            while True:
-                while sent == len(pending.answer.chunks) and not pending.request.done:
-                    self._advance(pending)
-                if sent < len(pending.answer.chunks):
-                    sent += 1
-                    yield pending.answer.chunks[sent - 1]
-                elif pending.request.error is not None:
-                    raise pending.request.error
-                else:
-                    if sent == 0:  # the prompt fills the context: an answer of no tokens still says why it ended
-                        yield Chunk("", [], pending.request.finish_reason)
-                    return
+            handle.submit()
+            yield from handle
         finally:
-            self._cancel([pending])
+            handle.cancel()
 
-    def _advance(self, pending: Pending) -> None:
-        """One step of the engine, unless another thread's step has brought what this one waits for."""
-        before = len(pending.request.token_ids)
-        with self._lock:
-            if not pending.request.done and len(pending.request.token_ids) == before:
-                self._open().step()
+    async def _acomplete(self, pending: list[Pending]) -> list[Completion]:
+        handles = [self._handle(p) for p in pending]
+        try:
+            for handle in handles:
+                await handle.asubmit()
+            return [await handle.completion() for handle in handles]
+        finally:
+            _cancel(handles)
 
-    def _cancel(self, pending: list[Pending]) -> None:
-        with self._lock:
-            if self._engine is not None:
-                for p in pending:
-                    self._engine.cancel(p.request)
+    async def _astream(self, pending: Pending) -> AsyncGenerator[Chunk, None]:
+        handle = self._handle(pending)
+        try:
+            handle.submit()
+            async with aclosing(aiter(handle)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            handle.cancel()
+
+
+def _cancel(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()
+
+
+def _check_sizes(max_waiting: int, prefill_chunk: int | None) -> None:
+    for name, value in (("max_waiting", max_waiting), ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
@@ -288,23 +330,3 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
 
         # the fused attention reads each row's length on the device, so one recording serves every length
         return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
-
-
-def _unpacked(value: Any) -> Any:
-    """An array or a tensor as the list of its numbers; anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _is_list(value: object) -> bool:
-    """Whether it is a list, a tuple or the like; texts and bytes are sequences to Python only."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _as_int(value: object) -> int | None:
-    """A whole number of Python, NumPy or PyTorch as an int; None if it is none (True and False are none)."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:  # a tensor of floats has the method, and refuses
-        return None

@@ -1,6 +1,7 @@
 """A small random model and a graph backend that only pretends: the runtime in milliseconds, without a GPU."""
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -8,6 +9,7 @@ import torch
 
 from minillm.cache import KVCache
 from minillm.config import ModelConfig
+from minillm.engine import Engine
 from minillm.model import Llama
 from minillm.state import DecodeState
 from minillm.weights import allocate, randomise
@@ -70,3 +72,32 @@ def parts(
     randomise(weights, 0.3)
     cache = KVCache(config, max_batch_size, max_seq_len, device, dtype)
     return Llama(config, weights, max_seq_len), cache, DecodeState.allocate(max_batch_size, config.vocab_size, device)
+
+
+class Brake:
+    """Holds an engine's decode steps once a row has made `tokens` tokens, while its inbox goes on being served.
+
+    An answer of a small model is done in milliseconds: with this a test can meet it in the middle, at no race.
+    """
+
+    def __init__(self, engine: Engine, tokens: int = 3) -> None:
+        self._decode, self.held = engine._decode, True
+
+        def decode() -> bool:
+            if self.held and any(r is not None and r.enqueued >= tokens for r in engine.rows):
+                time.sleep(0.001)
+                return False
+            return self._decode()
+
+        engine._decode = decode  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        self.held = False
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what another thread is about to do."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.001)

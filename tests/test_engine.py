@@ -6,9 +6,10 @@ import pytest
 import torch
 from small import CONFIG, FakeBackend, parts
 
-from minillm.engine import Engine, Request
-from minillm.errors import MinillmError
+from minillm.engine import Engine
+from minillm.errors import EngineError, MinillmError
 from minillm.graphs import GraphRunner
+from minillm.request import Request
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import DecodeState
 from minillm.step import decode_step
@@ -179,18 +180,26 @@ def test_an_error_of_the_device_ends_all_open_requests_and_the_next_works() -> N
     original, engine.model.decode = engine.model.decode, None  # type: ignore[assignment]
     engine.step()
     engine.model.decode = original  # type: ignore[method-assign]
-    assert all(isinstance(r.error, Exception) for r in requests)
+    assert all(isinstance(r.error, EngineError) for r in requests)
+    assert requests[0].error is not requests[1].error  # each is raised in a thread of its own
     assert not engine.busy
     assert run(engine, request(prompt_of(5, 7)))[0] == solo(prompt_of(5, 7))
 
 
-def test_score_waits_for_a_row_and_leaves_the_others_alone() -> None:
+def score(engine: Engine, ids: list[int]) -> torch.Tensor:
+    r = Request.scoring(ids)
+    run(engine, r)
+    assert r.error is None
+    return torch.cat(r.scores)
+
+
+def test_scoring_waits_for_a_row_and_leaves_the_others_alone() -> None:
     engine = engine_of(rows=1)
     running = request(prompt_of(5, 1), new=20)
     engine.submit(running)
     engine.step()
     ids = prompt_of(40, 2)
-    logits = engine.score(ids)
+    logits = score(engine, ids)
     assert logits.shape == (40, CONFIG.vocab_size)
     assert running.token_ids == solo(prompt_of(5, 1), new=20)
     whole = engine.model.prefill(torch.tensor(ids), 0, 0, engine.cache, all_logits=True)
@@ -203,6 +212,6 @@ def test_logprobs_are_those_of_scoring() -> None:
     r = request(prompt, SamplingParams(seed=4, logprobs=True, top_p=0.9))
     r.on_token = lambda token, logprob, reason: bool(got.append(logprob))
     run(engine, r)
-    scored = engine.score(prompt + r.token_ids).log_softmax(-1)
+    scored = score(engine, prompt + r.token_ids).log_softmax(-1)
     expected = [scored[len(prompt) - 1 + i, token].item() for i, token in enumerate(r.token_ids)]
     assert got == pytest.approx(expected, abs=1e-4)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small import Brake, until
 from tiny import EOS, make_tiny_model
 
 from minillm import LLM, Completion, MinillmError, SamplingParams
@@ -134,22 +135,25 @@ def test_logits_are_those_of_the_model(llm: LLM) -> None:
 def test_closing_a_stream_frees_its_row(llm: LLM) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True, seed=1)
     expected = llm.generate("a", GREEDY).text
+    engine = llm._service.engine
+    brake = Brake(engine)
     streams = [llm.stream("the king", params) for _ in range(3)]
     for stream in streams:
         next(stream)
-    assert None not in llm._open().rows
+    assert None not in engine.rows
     streams[1].close()
-    assert llm._open().rows.count(None) == 1
+    until(lambda: engine.rows.count(None) == 1)
     del streams, stream
     gc.collect()
-    assert llm._open().rows == [None] * 3
+    until(lambda: engine.rows == [None] * 3)
+    brake.release()
     assert llm.generate("a", GREEDY).text == expected
 
 
 def test_a_stream_never_started_holds_nothing_back(llm: LLM) -> None:
     stream = llm.stream("the king", SamplingParams(max_tokens=5))
     stream.close()
-    assert not llm._open().busy
+    assert llm._service.engine.open == 0
 
 
 def test_more_streams_than_rows_in_one_thread_do_not_wait_for_ever(llm: LLM) -> None:
@@ -207,13 +211,13 @@ def test_bad_prompts_are_errors_and_the_next_call_works(llm: LLM, bad: object) -
     with pytest.raises(MinillmError):
         llm.logits([] if bad == [[]] else bad)  # type: ignore[arg-type]
     assert llm.generate("a", GREEDY).token_ids
-    assert not llm._open().busy
+    assert llm._service.engine.open == 0
 
 
 def test_one_bad_prompt_of_a_list_refuses_the_list_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(MinillmError, match="below"):
         llm.generate([[5], [10_000]], GREEDY)
-    assert not llm._open().busy
+    assert llm._service.engine.open == 0
 
 
 def test_bad_stop_ids_and_messages(llm: LLM) -> None:
@@ -269,6 +273,7 @@ def test_report_counts_steps(llm: LLM) -> None:
 def test_closed_is_closed(folder: Path) -> None:
     llm = LLM(folder, device="cpu")
     stream = llm.stream("the king", SamplingParams(max_tokens=50, ignore_eos=True))
+    Brake(llm._service.engine)
     next(stream)
     llm.close()
     llm.close()
@@ -282,7 +287,7 @@ def test_close_lets_go_of_weights_and_cache(folder: Path) -> None:
     """Closing kept everything alive through the graph runner, so a second model was loaded beside the first."""
     llm = LLM(folder, device="cpu", max_batch_size=1)
     llm.generate("the king", GREEDY)
-    engine = llm._open()
+    engine = llm._service.engine
     parts = [weakref.ref(part) for part in (engine, engine.cache, engine.model, engine.state)]
     del engine
     llm.close()
@@ -296,19 +301,19 @@ def test_a_request_that_cannot_start_ends_alone(llm: LLM, monkeypatch: pytest.Mo
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     neighbour = llm.stream("the king", params)
     text = next(neighbour).text
-    admit = llm._open().state.admit
+    admit = llm._service.engine.state.admit
 
     def refuse(row: int, ids: list[int], *rest: object) -> None:
         if ids == [7, 7]:
             raise RuntimeError("value cannot be converted")
         admit(row, ids, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(llm._open().state, "admit", refuse)
+    monkeypatch.setattr(llm._service.engine.state, "admit", refuse)
     with pytest.raises(RuntimeError, match="converted"):
         llm.generate([7, 7])
     text += "".join(chunk.text for chunk in neighbour)
     assert text == llm.generate("the king", params).text
-    assert llm._open().rows == [None] * 3
+    until(lambda: llm._service.engine.open == 0)
 
 
 def test_token_ids_of_numpy_and_torch(llm: LLM) -> None:

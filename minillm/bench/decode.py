@@ -28,9 +28,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..bandwidth import measure_read_bandwidth
-from ..engine import Request
 from ..errors import ConfigError
 from ..graphs import CudaBackend
+from ..request import Request
 from ..sampling import SamplingParams
 from .contest import SETTLE, Contestant, Entry, Prompts, Run, contest
 from .machine import describe

@@ -10,11 +10,12 @@ from small import parts
 
 from minillm.cache import KVCache
 from minillm.config import ModelConfig
-from minillm.engine import Engine, Request
+from minillm.engine import Engine
 from minillm.errors import GraphError
 from minillm.graphs import CudaBackend, GraphRunner, make_runner
 from minillm.llm import LLM
 from minillm.model import Llama
+from minillm.request import Request
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import DecodeState
 from minillm.step import decode_step

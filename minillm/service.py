@@ -1,0 +1,177 @@
+"""Service: the one thread that owns the device, and the only door to it.
+
+Other threads put requests and cancellations into an inbox; the thread takes them out between two steps of the engine.
+It starts with the first request and ends with `close`, or with the interpreter. It holds the engine and never the LLM,
+so an LLM that nobody holds any more is collected, which ends the thread too.
+
+The lock is one that its holder may take again: the garbage collector can run anywhere, also while the lock is held,
+and close a forgotten stream, which cancels its request.
+"""
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from .engine import Engine
+from .errors import MinillmError, QueueFullError
+from .request import Request
+
+CLOSED = "this LLM was closed"
+
+
+class Service:
+    """Runs an engine in a thread.
+
+    Args:
+        max_waiting: how many requests may wait for a row, beside those that have one.
+    """
+
+    def __init__(self, engine: Engine, max_waiting: int) -> None:
+        self._engine: Engine | None = engine
+        self._rows, self._max_waiting = engine.cache.max_batch_size, max_waiting
+        lock = threading.RLock()
+        self._work, self._room = threading.Condition(lock), threading.Condition(lock)
+        self._new: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._feeders = 0  # threads that wait for room
+        self._on_room: list[Callable[[], object]] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises: MinillmError if it was closed."""
+        engine = self._engine
+        if engine is None or self._closing:
+            raise MinillmError(f"{CLOSED}: make a new one")
+        return engine
+
+    # ------------------------------------------------------------------ called by any thread
+
+    def submit(self, request: Request, wait: bool = False) -> None:
+        """Queue a request.
+
+        Args:
+            wait: until there is room for it, instead of refusing it. Those who wait fill half of the queue only, so
+                that a long list does not get everybody else refused.
+        Raises: QueueFullError, MinillmError if it was closed.
+        """
+        with self._work:
+            while not self._has_room(self.engine, wait):
+                if not wait:
+                    raise QueueFullError(
+                        f"{self._max_waiting} requests wait already, for {self._rows} rows: try again later, "
+                        "or raise max_waiting or max_batch_size"
+                    )
+                self.refuse_own_thread()
+                self._feeders += 1
+                try:
+                    self._room.wait()
+                finally:
+                    self._feeders -= 1
+            if self._thread is None:
+                self._start()
+            self._new.append(request)
+            self._work.notify()
+
+    def cancel(self, request: Request) -> None:
+        """Have a request forgotten, soon."""
+        with self._work:
+            if not self._closing:
+                self._cancelled.append(request)
+                self._work.notify()
+
+    def try_submit(self, request: Request, on_room: Callable[[], object]) -> bool:
+        """`submit` with `wait` for those who must not wait: False if there is no room now.
+
+        Then `on_room` is called once, from some thread, when it is worth another try.
+        """
+        with self._work:
+            if not self._has_room(self.engine, waits=True):
+                self._on_room.append(on_room)
+                return False
+            self.submit(request)
+            return True
+
+    def refuse_own_thread(self) -> None:
+        """Raise MinillmError in the engine's thread, where waiting for the engine would be for ever."""
+        if threading.current_thread() is self._thread:
+            raise MinillmError(
+                "a callback of a request waits for a request: it runs in the thread that makes the tokens, so let it "
+                "use submit, or another thread"
+            )
+
+    def stop(self) -> None:
+        """Have the thread end by itself. Never waits, so the garbage collector may call it."""
+        with self._work:
+            if self._closing:
+                return
+            self._closing = True
+            self._work.notify()
+            self._room.notify_all()
+            if self._thread is None:
+                self._shut_down()
+
+    def close(self) -> None:
+        """End every open request with an error, give the memory back, and wait until that is done."""
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _has_room(self, engine: Engine, waits: bool) -> bool:
+        limit = (self._max_waiting + 1) // 2 if waits else self._max_waiting
+        return len(self._new) + engine.open < self._rows + limit
+
+    # ------------------------------------------------------------------ the thread
+
+    def _start(self) -> None:
+        # a daemon, because the interpreter waits for other threads before it tells anyone that it ends
+        thread = threading.Thread(target=self._run, args=(self._engine,), name="minillm-engine", daemon=True)
+        thread.start()
+        self._thread = thread
+        atexit.register(self.close)
+
+    def _run(self, engine: Engine) -> None:
+        while self._take(engine):
+            with suppress(BaseException):  # the engine has told the requests; the thread is there for the next ones
+                engine.step()
+            if self._feeders or self._on_room:
+                self._tell_of_room(engine)
+        self._shut_down()
+        atexit.unregister(self.close)
+
+    def _take(self, engine: Engine) -> bool:
+        """Hand the inbox to the engine; sleep while there is nothing to do. Returns False if it is time to end."""
+        with self._work:
+            while not (self._new or self._cancelled or self._closing or engine.busy):
+                self._work.wait()
+            while self._new:
+                engine.submit(self._new.popleft())
+            cancelled = list(self._cancelled)
+            self._cancelled.clear()
+        for request in cancelled:
+            engine.cancel(request)
+        return not self._closing
+
+    def _tell_of_room(self, engine: Engine) -> None:
+        with self._work:
+            if not self._has_room(engine, waits=True):
+                return
+            self._room.notify_all()
+            callbacks, self._on_room = self._on_room, []
+        for callback in callbacks:
+            callback()
+
+    def _shut_down(self) -> None:
+        """The end of the engine, after which nothing refers to it any more."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        while self._new:
+            engine.submit(self._new.popleft())
+        engine.shut_down(MinillmError(CLOSED))
+        callbacks, self._on_room = self._on_room, []
+        for callback in callbacks:
+            callback()
