@@ -3,23 +3,21 @@
     python examples/web_app.py                          # the default model, http://127.0.0.1:8000
     python examples/web_app.py --model MODEL --port 80
 
-What it teaches: an app makes one `LLM` and calls it from as many threads as it likes. Every request has a thread of the
-web server here, each thread iterates over `llm.stream_chat`, and the engine runs all of them together. Closing the
-iterator cancels the request: when the page is closed or Stop is pressed, the next write fails, and the row is free.
+What it teaches: an app makes one `LLM` and calls it from as many threads as it likes. Every visitor has a thread of the
+web server here; each submits a conversation, iterates over the chunks of the answer, and the model runs all of them
+together. When the page is closed or Stop is pressed, the handle is cancelled, and its row is free for the next.
 
-The answer travels as server-sent events: lines "data: {json}", each followed by an empty line. The page asks with
-`fetch` and not with EventSource, because a conversation is too long for an address.
+`http_events.py` is the server beneath it. The page asks with `fetch` and not with EventSource, because a conversation
+is too long for an address.
 """
 
 import argparse
-import json
-from collections.abc import Iterator
-from contextlib import closing, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import loads
 
-from minillm import LLM, Chunk, MinillmError, SamplingParams
+from http_events import Handler, Json, Refused, Server
 
-MAX_BODY = 2**20  # bytes of a question; a conversation longer than this fits no context
+from minillm import LLM, MinillmError, SamplingParams
+from minillm.errors import RequestError, TokenizerError
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>minillm</title>
@@ -77,66 +75,36 @@ box.onkeydown = event => {
 """
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection. It speaks HTTP/1.0, the base class's own: the end of an answer is the end of the connection."""
+class Chat(Handler):
+    """The page, and the route that it asks."""
 
     server: "WebApp"
-    timeout = 60.0  # seconds that a browser may take to send or to read
 
-    def do_GET(self) -> None:
-        if self.path == "/":
-            self._reply(200, "text/html; charset=utf-8", PAGE.encode())
-        else:
-            self._refuse(404, f"there is nothing at {self.path}")
-
-    def do_POST(self) -> None:
-        length = self.headers.get("Content-Length", "")
+    def answer(self, method: str, path: str, body: bytes) -> None:
+        if (method, path) == ("GET", "/"):
+            return self.reply(200, PAGE)
         # a page of another site cannot send JSON without asking first, and it is never told that it may
-        if self.path != "/chat" or self.headers.get_content_type() != "application/json":
-            return self._refuse(404, "questions go to /chat, as application/json")
-        if not length.isdecimal() or int(length) > MAX_BODY:
-            return self._refuse(400, f"a question needs a Content-Length of at most {MAX_BODY}, not {length!r}")
+        if (method, path) != ("POST", "/chat") or self.headers.get_content_type() != "application/json":
+            raise Refused(404, f"there is nothing to {method} at {path}")
         try:
-            messages = json.loads(self.rfile.read(int(length)))["messages"]
-            chunks = self.server.llm.stream_chat(messages, self.server.params)  # it checks the messages at once
-        except MinillmError as error:
-            return self._refuse(400, str(error))
+            messages = loads(body)["messages"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return self._refuse(400, 'a question is JSON: {"messages": [{"role": "user", "content": "Hi"}]}')
-        with closing(chunks), suppress(OSError):  # OSError: the page is gone
-            self._stream(chunks)
+            raise Refused(400, 'a question is JSON: {"messages": [{"role": "user", "content": "Hi"}]}') from None
+        with self.cancelling() as handles:
+            handles.append(self.server.llm.submit_chat(messages, self.server.params))
+            self.send_events({"text": chunk.text} for chunk in handles[0])
 
-    def _stream(self, chunks: Iterator[Chunk]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Cache-Control", "no-store")
-        self.end_headers()
-        try:
-            for chunk in chunks:
-                self._send({"text": chunk.text})
-        except MinillmError as error:  # too late for a status
-            self._send({"error": str(error)})
-
-    def _send(self, event: dict[str, str]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-
-    def _refuse(self, status: int, reason: str) -> None:
-        self._reply(status, "application/json", json.dumps({"error": reason}).encode())
-
-    def _reply(self, status: int, kind: str, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def refusal(self, error: Exception) -> tuple[int, Json]:
+        status = 400 if isinstance(error, (RequestError, TokenizerError)) else 503
+        return getattr(error, "status", status), {"error": str(error)}
 
 
-class WebApp(ThreadingHTTPServer):
+class WebApp(Server):
     """The server, with what its threads share."""
 
     def __init__(self, address: tuple[str, int], llm: LLM, params: SamplingParams) -> None:
         self.llm, self.params = llm, params
-        super().__init__(address, Handler)
+        super().__init__(address, Chat)
 
 
 def main() -> None:

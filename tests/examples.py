@@ -1,6 +1,9 @@
 """The programs in examples/ as modules, and their servers in a thread, for the tests of them."""
 
-import importlib.util
+import importlib
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +15,17 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
 def load(name: str) -> ModuleType:
-    """`examples/NAME.py`, which is no package, as a module."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """`examples/NAME.py` as a module. As for a program that is run there, its folder comes first."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(0, str(FOLDER))
+    return importlib.import_module(name)
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python examples/NAME.py ARGUMENTS`, with this checkout's minillm."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 @contextmanager
