@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -101,6 +101,10 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             ended.set()
             cancel()
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # it ends between two calls
+            super().handle()
 
     def do_POST(self) -> None:
         self._streaming = False
