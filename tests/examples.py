@@ -1,17 +1,21 @@
 """The programs in examples/ as modules, and their servers in a thread, for the tests of them."""
 
 import importlib
+import io
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(FOLDER.parent)}  # for this checkout's minillm
 
 
 def load(name: str) -> ModuleType:
@@ -21,11 +25,16 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python examples/NAME.py ARGUMENTS`, with this checkout's minillm."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+def run(name: str, *arguments: str) -> CompletedProcess[str]:
+    """What `python examples/NAME.py ARGUMENTS` does, without a process that imports torch once more."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [name, *arguments])
+        try:
+            status = load(name).main()
+        except SystemExit as end:
+            status = end.code
+    return CompletedProcess([name, *arguments], int(status or 0), out.getvalue(), err.getvalue())
 
 
 @contextmanager
