@@ -1,65 +1,70 @@
 """The engine: requests wait, get a row, are prefilled, make a token a step, and give the row back.
 
-It is the host's side of generation, and knows token ids only. `step` is the whole of it: admit whom there is room for,
-enqueue one decode step for all rows, and deliver the tokens of the step before. On a GPU the host stays one step
+It is the host's side of generation, and knows token ids only. `step` is the whole of it: read some of the prompts that
+wait, enqueue one decode step for all rows, and deliver the tokens of the step before. On a GPU the host stays one step
 ahead: it enqueues step t + 1 before it has read the tokens of step t, so the device never waits for it. That is safe
 because a step ends its own rows: a row that met an end token in step t is padding in step t + 1.
+
+A long prompt is read in chunks between the steps, so it holds the others up for the time of a chunk and not longer. Its
+row is padding until the whole prompt is in the cache.
 
 Nothing here is safe for threads: one thread at a time may use an engine. `service.py` gives it a thread of its own.
 """
 
+import struct
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .cache import KVCache
 from .errors import EngineError, MinillmError
 from .graphs import GraphRunner
 from .model import Llama
+from .prefix import RowMemory
+from .readback import Readback, Ticket
 from .request import Request
+from .sampling import Mode
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
 
-
-@dataclass
-class Ticket:
-    """Output of one step on its way to the host."""
-
-    host: Tensor  # int32 [rows, 3], pinned on CUDA
-    ready: torch.cuda.Event | None  # None: it is there
-    requests: list[tuple[int, Request]]  # index into host, whose token it is
+REASONS = {RUNNING: None, STOP: "stop", LENGTH: "length"}
+UNDISTURBED = 4
+"""A chunk may be this many times as long while no row decodes, for there is nobody to hold up."""
 
 
 class Engine:
     """Runs requests on the rows of one cache.
 
     Args:
-        prefill_chunk: tokens of a prompt that go through the model at once, which bounds the memory of activations.
+        prefill_chunk: tokens of prompts that are read between two decode steps of other rows.
+        prefix_reuse: whether what the rows hold of former requests is used again.
     """
 
     def __init__(
-        self, model: Llama, cache: KVCache, state: DecodeState, runner: GraphRunner, prefill_chunk: int = 1024
+        self,
+        model: Llama,
+        cache: KVCache,
+        state: DecodeState,
+        runner: GraphRunner,
+        prefill_chunk: int = 512,
+        prefix_reuse: bool = True,
     ) -> None:
         self.model, self.cache, self.state, self.runner = model, cache, state, runner
         self.prefill_chunk = prefill_chunk
         self.device = state.tokens.device
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * cache.max_batch_size
-        self.tickets: deque[Ticket] = deque()
-        # one buffer for each ticket that can be under way: a prefill a row, and two decode steps
-        pinned = self.device.type == "cuda"
-        shape = (cache.max_batch_size + 2, *state.output.shape)
-        self._host = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
-        self._host_next = 0
+        self._alone = [state.narrow(row, 1) for row in range(cache.max_batch_size)]
+        self.memory = RowMemory(cache, prefix_reuse)
+        self._reading: tuple[int, Request] | None = None  # the row whose prompt is being read
+        self._decoding = Decoding([])
+        self._on_gpu = self.device.type == "cuda"
+        self._entered = not self._on_gpu
+        # a first token for each row, and two decode steps
+        self._readback = Readback(state.output, depth=cache.max_batch_size + 2)
 
-    def warm_up(self) -> None:
-        """Run a short prefill for nothing, so that a GPU loads its kernels now and not in the first request."""
-        with self._on_stream():
-            self._prefill([0] * min(16, self.cache.max_seq_len), 0)
-            self.cache.kv[:, :, 0].zero_()
+    # ------------------------------------------------------------------ what its thread calls
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -74,14 +79,15 @@ class Engine:
             if request in self.waiting:
                 self.waiting.remove(request)
             elif request in self.rows:
-                self._release(self.rows.index(request))
+                with self.on_stream():
+                    self._release(self.rows.index(request), running=True)
         except Exception as error:
             self._fail_all(error)
         request.on_done()
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.tickets or any(self.rows))
+        return bool(self.waiting or self._readback.tickets or any(self.rows))
 
     @property
     def open(self) -> int:
@@ -89,134 +95,214 @@ class Engine:
         return len(self.waiting) + len(self.rows) - self.rows.count(None)
 
     def step(self) -> None:
-        """Admit, enqueue one decode step, deliver what is due. An error of the device ends every open request."""
+        """Read prompts, enqueue one decode step, deliver what is due. A device's error ends every open request."""
         try:
-            with self._on_stream():
-                self._admit()
+            with self.on_stream():
+                self._read_prompts()
                 enqueued = self._decode()
-                self._deliver(keep=1 if enqueued and self.device.type == "cuda" else 0)
+                self._deliver(keep=1 if enqueued and self._on_gpu else 0)
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
             self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _admit(self) -> None:
-        while self.waiting:
-            request = self.waiting[0]
-            if len(request.prompt_token_ids) >= request.limit:  # no room for a single token
-                self._end(self.waiting.popleft(), "length")
-                continue
-            if None not in self.rows:
-                return
-            row, request = self.rows.index(None), self.waiting.popleft()
-            self.rows[row] = request
-            try:
-                self._start(row, request)
-            except Exception as error:  # the others were not touched; a device that is lost ends them at their step
-                self._release(row)
-                self._end(request, error=error)
-
-    def _start(self, row: int, request: Request) -> None:
-        """Prefill, and enqueue the first token."""
-        if request.scores is not None:
-            request.scores += [chunk.cpu() for chunk in self._prefill(request.prompt_token_ids, row, all_logits=True)]
-            self._release(row)
-            return self._end(request, "length")
-        logits = self._prefill(request.prompt_token_ids, row)[-1]
-        self.state.admit(row, request.prompt_token_ids, request.limit, request.stops, request.params, request.seed)
-        finish_step(self.model, logits, self.state.narrow(row, 1), request.mode)
-        self._issue([(row, request)])
-
-    def _prefill(self, token_ids: list[int], row: int, all_logits: bool = False) -> list[Tensor]:
-        ids = torch.tensor(token_ids, dtype=torch.int64)
-        if self.device.type == "cuda":
-            ids = ids.pin_memory()
-        ids = ids.to(self.device, non_blocking=True)
-        starts = range(0, len(token_ids), self.prefill_chunk)
-        return [
-            self.model.prefill(ids[start : start + self.prefill_chunk], row, start, self.cache, all_logits)
-            for start in starts
-        ]
-
-    def _decode(self) -> bool:
-        live = [(row, r) for row, r in enumerate(self.rows) if r is not None and not r.fully_enqueued]
-        if not live:
-            return False
-        position = max(len(r.prompt_token_ids) + r.enqueued - 1 for _, r in live)
-        mode = max(r.mode for _, r in live)
-        self.runner.step(live[-1][0] + 1, position + 1, mode, len(live))
-        self._issue(live)
-        return True
-
-    def _issue(self, requests: list[tuple[int, Request]]) -> None:
-        """Start the copy of `state.output` to the host, and remember whose tokens it carries."""
-        for _, request in requests:
-            request.enqueued += 1
-        host = self._host[self._host_next]
-        self._host_next = (self._host_next + 1) % len(self._host)
-        host.copy_(self.state.output, non_blocking=True)
-        ready = None
-        if self.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        self.tickets.append(Ticket(host, ready, requests))
-
-    def _deliver(self, keep: int) -> None:
-        """Hand out tokens until at most `keep` tickets are under way."""
-        while len(self.tickets) > keep:
-            ticket = self.tickets.popleft()
-            if ticket.ready is not None:
-                ticket.ready.synchronize()
-            outputs = ticket.host.tolist()
-            logprobs = ticket.host.view(torch.float32)[:, 2].tolist()
-            for row, request in ticket.requests:
-                if self.rows[row] is request:  # else it was cancelled or ended while this step was under way
-                    token_id, code, _ = outputs[row]
-                    self._receive(row, request, token_id, code, logprobs[row])
-
-    def _receive(self, row: int, request: Request, token_id: int, code: int, logprob: float) -> None:
-        if code == BROKEN:
-            self._release(row)
-            return self._end(request, error=_broken(request))
-        request.token_ids.append(token_id)
-        reason = {RUNNING: None, STOP: "stop", LENGTH: "length"}[code]
-        error = None
-        try:
-            if request.on_token(token_id, logprob, reason):
-                reason = "stop"
-        except Exception as fault:  # a fault of one request ends that request alone
-            error = fault
-        if reason is not None or error is not None:
-            self._release(row)
-            self._end(request, reason, error)
-
-    def _end(self, request: Request, reason: str | None = None, error: BaseException | None = None) -> None:
-        request.finish_reason, request.error = (reason, None) if error is None else (None, error)
-        request.on_done()
-
-    def _release(self, row: int) -> None:
-        """Make the row padding and free. Steps already enqueued may still write to it; the stream orders them first."""
-        self.rows[row] = None
-        with self._on_stream():
-            self.state.retire(row)
+    def on_stream(self) -> AbstractContextManager[object]:
+        """The stream of all steps. A thread that owns the engine enters it once, which spares every step to."""
+        return nullcontext() if self._entered else _Entered(self)
 
     def shut_down(self, error: Exception) -> None:
         """End every open request with the error, and let go of the graphs before the memory that they point at."""
         self._fail_all(error)
         self.runner.close()
 
+    # ------------------------------------------------------------------ prompts
+
+    def _read_prompts(self) -> None:
+        """Read one chunk of a long prompt, or several short ones together, the oldest first."""
+        read = 0
+        while self._reading is not None or self._admit():
+            row, request = self._reading  # type: ignore[misc]  # `_admit` has set it
+            left = len(request.prompt_token_ids) - request.prefilled
+            budget = self.prefill_chunk * (1 if self._decoding.rows else UNDISTURBED)
+            if read and read + left > budget:
+                return
+            count = min(left, budget)
+            try:
+                self._read(row, request, count)
+            except Exception as error:  # the others were not touched; a device that is lost ends them at their step
+                self._release(row, running=True)
+                self.memory.forget(row)
+                self._end(request, error=error)
+            read += count
+            if read >= budget:
+                return
+
+    def _admit(self) -> bool:
+        """Give the oldest request that waits a row. Returns whether there is one, and room for it."""
+        while self.waiting:
+            request = self.waiting[0]
+            if len(request.prompt_token_ids) >= request.limit:  # no room for a single token
+                self._end(self.waiting.popleft(), "length")
+                continue
+            free = [row for row, taken in enumerate(self.rows) if taken is None]
+            if not free:
+                return False
+            if request.scores is not None:
+                row = self.memory.take_oldest(free)
+            else:
+                row, request.cached = self.memory.place(request.prompt_token_ids, free)
+            request.prefilled = request.cached
+            self.waiting.popleft()
+            self.rows[row], self._reading = request, (row, request)
+            return True
+        return False
+
+    def _read(self, row: int, request: Request, count: int) -> None:
+        """Prefill the next `count` tokens of a prompt; after the last, enqueue the first token of the answer."""
+        prompt, start = request.prompt_token_ids, request.prefilled
+        ids = torch.tensor(prompt[start : start + count], dtype=torch.int64)
+        ids = ids.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else ids.to(self.device)
+        logits = self.model.prefill(ids, row, start, self.cache, all_logits=request.scores is not None)
+        request.prefilled += count
+        if request.scores is not None:
+            request.scores.append(logits.cpu())
+        else:
+            self.memory.note(row, prompt[: request.prefilled])
+        if request.prefilled < len(prompt):
+            return
+        self._reading = None
+        if request.scores is not None:
+            self._release(row)
+            self._end(request, "length")
+        else:
+            self.state.admit(row, prompt, request.limit, request.stops, request.params, request.seed)
+            finish_step(self.model, logits, self._alone[row], request.mode)
+            request.enqueued = 1
+            self._readback.issue([(row, request)])
+            self._decoding = self._who_decodes()
+
+    # ------------------------------------------------------------------ tokens
+
+    def _who_decodes(self) -> "Decoding":
+        return Decoding(
+            [(row, r) for row, r in enumerate(self.rows) if r is not None and r.enqueued and not r.fully_enqueued]
+        )
+
+    def _decode(self) -> bool:
+        decoding = self._decoding
+        if not decoding.rows:
+            return False
+        self.runner.step(decoding.highest + 1, decoding.position + 1, decoding.mode, len(decoding.rows))
+        self._readback.issue(decoding.rows)
+        if decoding.advance():
+            self._decoding = self._who_decodes()
+        return True
+
+    def _deliver(self, keep: int) -> None:
+        """Hand out tokens until at most `keep` tickets are under way."""
+        tickets = self._readback.tickets
+        while len(tickets) > keep:
+            self._hand_out(tickets.popleft())
+
+    def _hand_out(self, ticket: Ticket) -> None:
+        output, rows = ticket.read(), self.rows
+        for row, request in ticket.requests:
+            if rows[row] is request:  # else it was cancelled or ended while this step was under way
+                token_id, code, bits = output[3 * row : 3 * row + 3]
+                logprob = struct.unpack("f", struct.pack("i", bits))[0] if request.params.logprobs else 0.0
+                self._receive(row, request, token_id, code, logprob)
+
+    def _receive(self, row: int, request: Request, token_id: int, code: int, logprob: float) -> None:
+        if code == BROKEN:
+            return self._drop_broken(row, request)
+        request.token_ids.append(token_id)
+        reason, error, running = REASONS[code], None, code == RUNNING
+        try:
+            if request.on_token(token_id, logprob, reason):
+                reason = "stop"
+        except Exception as fault:  # a fault of one request ends that request alone
+            error = fault
+        if reason is not None or error is not None:
+            self._release(row, running)
+            self._end(request, reason, error)
+
+    def _drop_broken(self, row: int, request: Request) -> None:
+        """End a request whose logits are no numbers. No NaN may stay in its row: masked attention reads 0 x NaN."""
+        self._release(row)
+        self.memory.forget_all()
+        self.cache.kv[:, :, row].zero_()
+        self._end(request, error=MinillmError(
+            f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
+            "the weights are broken, or overflow in this dtype (try dtype='float32')"
+        ))  # fmt: skip
+
+    # ------------------------------------------------------------------ ends
+
+    def _end(self, request: Request, reason: str | None = None, error: BaseException | None = None) -> None:
+        request.finish_reason, request.error = (reason, None) if error is None else (None, error)
+        request.on_done()
+
+    def _release(self, row: int, running: bool = False) -> None:
+        """Free a row, and note what it holds.
+
+        Args:
+            running: whether the device may still take it for active. Steps already enqueued write to it then, but only
+                beyond what is noted here, and the stream orders them before whatever comes next.
+        """
+        request, self.rows[row] = self.rows[row], None
+        if self._reading is not None and self._reading[0] == row:
+            self._reading = None
+        if request is not None and request.enqueued:
+            # the last token that was delivered may not have been fed
+            self.memory.note(row, request.prompt_token_ids + request.token_ids[:-1])
+        self._decoding = self._who_decodes()
+        if running:
+            self.state.retire(row)
+
     def _fail_all(self, error: BaseException) -> None:
         lost = [request for request in [*self.rows, *self.waiting] if request is not None]
         self.waiting.clear()
-        self.tickets.clear()
-        self.rows = [None] * len(self.rows)
-        with suppress(RuntimeError), self._on_stream():  # a device that has failed cannot be told
+        self._readback.tickets.clear()
+        self.rows, self._reading, self._decoding = [None] * len(self.rows), None, Decoding([])
+        self.memory.forget_all()
+        with suppress(RuntimeError), self.on_stream():  # a device that has failed cannot be told
             self.state.active.zero_()
         for request in lost:
             self._end(request, error=_told(error))
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return self.runner.on_stream() if self.device.type == "cuda" else nullcontext()
+
+class Decoding:
+    """The rows that take part in decode steps, and what a step of them needs; made anew only when they change."""
+
+    def __init__(self, rows: list[tuple[int, Request]]) -> None:
+        self.rows = rows
+        self.highest = rows[-1][0] if rows else -1
+        self.position = max((len(r.prompt_token_ids) + r.enqueued - 1 for _, r in rows), default=0)
+        self.mode = max((r.mode for _, r in rows), default=Mode.GREEDY)
+        self._left = min((r.limit - len(r.prompt_token_ids) - r.enqueued for _, r in rows), default=0)
+
+    def advance(self) -> bool:
+        """Count a step that was enqueued; returns whether it was the last of a row."""
+        for _, request in self.rows:
+            request.enqueued += 1
+        self.position += 1
+        self._left -= 1
+        return self._left == 0
+
+
+class _Entered:
+    """The engine's stream, entered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._stream = engine, engine.runner.on_stream()
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        self._engine._entered = True
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine._entered = False
+        self._stream.__exit__(None, None, None)
 
 
 def _told(error: BaseException) -> MinillmError:
@@ -231,10 +317,3 @@ def _told(error: BaseException) -> MinillmError:
         told = EngineError("a step was interrupted, and its requests are lost")
     told.__cause__ = error
     return told
-
-
-def _broken(request: Request) -> MinillmError:
-    return MinillmError(
-        f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
-        "the weights are broken, or overflow in this dtype (try dtype='float32')"
-    )

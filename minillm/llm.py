@@ -12,25 +12,22 @@ from pathlib import Path
 from typing import overload
 
 import torch
-from tqdm import tqdm
 
 from .answer import Chunk, Completion
-from .cache import KVCache
+from .assembly import Options, build_engine
 from .config import ModelConfig
-from .engine import Engine
-from .errors import ConfigError, RequestError
-from .graphs import CudaBackend, GraphReport, GraphRunner, check_graphs, make_runner
+from .errors import RequestError
+from .graphs import GraphReport, check_graphs
 from .handle import Handle
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
 from .model import Llama
 from .pending import Pending
+from .prefix import WORTH
 from .prompts import Desk, Prompt, is_one, unpacked
 from .request import Request
-from .sampling import Mode, SamplingParams
+from .sampling import SamplingParams
 from .service import Service
-from .state import DecodeState
-from .step import decode_step
 from .tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]  # [{"role": "user", "content": "..."}, ...]
@@ -73,15 +70,12 @@ class LLM:
     ) -> None:
         target = pick_device(device)
         check_graphs(graphs, has_gpu=target.type == "cuda")
-        _check_sizes(max_waiting, prefill_chunk)
+        options = Options(max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse)
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
         plan = make_plan(config, target, pick_dtype(dtype, config, target), max_batch_size, max_seq_len)
-        self._start(
-            load_model(path, config, plan, progress), max_batch_size, plan.max_seq_len, graphs, progress,
-            max_waiting, prefill_chunk, prefix_reuse,
-        )  # fmt: skip
+        self._start(load_model(path, config, plan, progress), plan.max_seq_len, options, progress)
 
     @classmethod
     def from_model(
@@ -97,40 +91,31 @@ class LLM:
         prefix_reuse: bool = True,
     ) -> "LLM":
         """An LLM of a model that is in memory already (a benchmark's random weights), and this LLM's from here on."""
-        _check_sizes(max_waiting, prefill_chunk)
         llm = cls.__new__(cls)
         llm.tokenizer = tokenizer
-        llm._start(
-            model, max_batch_size, max_seq_len, graphs, False, max_waiting, prefill_chunk, prefix_reuse
-        )  # fmt: skip
+        options = Options(max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse)
+        llm._start(model, max_seq_len, options, progress=False)
         return llm
 
-    def _start(
-        self,
-        model: Llama,
-        max_batch_size: int,
-        max_seq_len: int,
-        graphs: str,
-        progress: bool,
-        max_waiting: int,
-        prefill_chunk: int | None,
-        prefix_reuse: bool,
-    ) -> None:
+    def _start(self, model: Llama, max_seq_len: int, options: Options, progress: bool) -> None:
         self.config, self.max_seq_len = model.config, max_seq_len
         self.device, self.dtype = model.weights.embed.device, model.weights.embed.dtype
         self._desk = Desk(self.config, self.tokenizer, max_seq_len)
-        cache = KVCache(model.config, max_batch_size, max_seq_len, self.device, self.dtype)
-        state = DecodeState.allocate(max_batch_size, model.config.vocab_size, self.device)
-        runner = _capture(model, cache, state, graphs, progress)
-        self._report = runner.report
-        if prefill_chunk is None:
-            prefill_chunk = 512 if self.device.type == "cuda" else 64
-        engine = Engine(model, cache, state, runner, prefill_chunk)
-        if self.device.type == "cuda":
-            engine.warm_up()
-        self._service = Service(engine, max_waiting)
+        engine = build_engine(model, max_seq_len, options, progress)
+        self._report = engine.runner.report
+        self._service = Service(engine, options.max_waiting)
         # for an LLM that nobody closes; at the exit of the interpreter the service ends itself
         weakref.finalize(self, self._service.stop).atexit = False
+        if self.device.type == "cuda":
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Have the thread answer a short prompt, so that a GPU loads its kernels now and not for the first request."""
+        try:
+            self.generate([0] * min(WORTH - 1, self.max_seq_len), SamplingParams(max_tokens=1, temperature=0.0))
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ answers
 
@@ -308,25 +293,3 @@ class LLM:
 def _cancel(handles: list[Handle]) -> None:
     for handle in handles:
         handle.cancel()
-
-
-def _check_sizes(max_waiting: int, prefill_chunk: int | None) -> None:
-    for name, value in (("max_waiting", max_waiting), ("prefill_chunk", 1 if prefill_chunk is None else prefill_chunk)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
-    def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
-        decode_step(model, cache, rows, kv_len, mode)
-
-    device = state.tokens.device
-    backend = CudaBackend(device) if device.type == "cuda" else None
-    with tqdm(desc="capturing CUDA graphs", unit="graph", disable=not (progress and backend), leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        # the fused attention reads each row's length on the device, so one recording serves every length
-        return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)

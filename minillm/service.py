@@ -134,11 +134,12 @@ class Service:
         atexit.register(self.close)
 
     def _run(self, engine: Engine) -> None:
-        while self._take(engine):
-            with suppress(BaseException):  # the engine has told the requests; the thread is there for the next ones
-                engine.step()
-            if self._feeders or self._on_room:
-                self._tell_of_room(engine)
+        with engine.on_stream():
+            while self._take(engine):
+                with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
+                    engine.step()
+                if self._feeders or self._on_room:
+                    self._tell_of_room(engine)
         self._shut_down()
         atexit.unregister(self.close)
 

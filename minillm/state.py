@@ -8,6 +8,7 @@ A row that is not active takes part in a step only as padding, with four decided
 reads position 0 of its own row (always finite), and writes to the scratch slot. Its outputs are never read.
 """
 
+import struct
 from dataclasses import dataclass, fields
 
 import torch
@@ -84,22 +85,22 @@ class DecodeState:
             token_ids: the prompt. limit: at how many tokens, prompt included, the row ends.
             stops: the token ids that end it. seed: 64 bits.
         """
-        device = self.tokens.device
-        one = self.narrow(row, 1)
-        one.tokens.fill_(token_ids[-1])
-        one.positions.fill_(len(token_ids) - 1)
-        one.limits.fill_(limit)
-        one.stops.zero_()
-        one.stops[0, torch.tensor(stops, dtype=torch.int64, device=device)] = True
-        one.temperature.fill_(params.temperature)
-        one.top_k.fill_(params.top_k)
-        one.top_p.fill_(params.top_p)
-        one.min_p.fill_(params.min_p)
-        one.repetition_penalty.fill_(params.repetition_penalty)
-        one.seeds[0, 0].fill_(_signed32(seed))
-        one.seeds[0, 1].fill_(_signed32(seed >> 32))
-        one.seen.zero_()
-        one.seen[0, torch.tensor(token_ids, device=device)] = True
+        # one copy to the device, and few kernels: a launch costs more than all that these write
+        numbers = [token_ids[-1], len(token_ids) - 1, limit, params.top_k, seed]
+        floats = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
+        packed = struct.unpack("=2q", struct.pack("=4f", *floats))
+        staged = torch.tensor([*map(_signed64, numbers), *packed, *stops, *token_ids], dtype=torch.int64)
+        if self.tokens.is_cuda:
+            staged = staged.pin_memory()  # PyTorch does not use this memory again before the copy has run
+        staged = staged.to(self.tokens.device, non_blocking=True)
+        one, ints, rest = self.narrow(row, 1), len(numbers), len(numbers) + len(packed)
+        whole = [one.tokens, one.positions, one.limits, one.top_k, one.seeds.view(-1).view(torch.int64)]
+        torch._foreach_copy_(whole, list(staged[:ints].split(1)))
+        parts = [one.temperature, one.top_p, one.min_p, one.repetition_penalty]
+        torch._foreach_copy_(parts, list(staged[ints:rest].view(torch.float32).split(1)))
+        torch._foreach_zero_([one.stops, one.seen])
+        one.stops.view(-1).index_fill_(0, staged[rest : rest + len(stops)], True)
+        one.seen.view(-1).index_fill_(0, staged[rest + len(stops) :], True)
         one.active.fill_(True)
 
     def retire(self, row: int) -> None:
@@ -107,6 +108,6 @@ class DecodeState:
         self.active[row].fill_(False)
 
 
-def _signed32(value: int) -> int:
-    """The low 32 bits of a number, read as a signed integer."""
-    return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+def _signed64(value: int) -> int:
+    """The low 64 bits of a number, read as a signed integer."""
+    return ((value & 0xFFFFFFFFFFFFFFFF) ^ 0x8000000000000000) - 0x8000000000000000

@@ -196,7 +196,10 @@ class TimedEngine(Engine):
     """The Engine, which also notes how long the host was busy with enqueueing each step, in microseconds."""
 
     def __init__(self, runtime: Runtime, runner: BenchRunner) -> None:
-        super().__init__(next(iter(runtime.models.values())), runtime.cache, runtime.state, runner)
+        # all prompts are read before the first step, each round anew
+        cache, model = runtime.cache, next(iter(runtime.models.values()))
+        chunk = cache.max_batch_size * cache.max_seq_len
+        super().__init__(model, cache, runtime.state, runner, prefill_chunk=chunk, prefix_reuse=False)
         self.host_us: list[float] = []
 
     def _decode(self) -> bool:

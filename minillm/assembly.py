@@ -1,0 +1,60 @@
+"""From a model to an engine: the cache, the state, the captured decode steps, and the options that shape them."""
+
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from .cache import KVCache
+from .engine import Engine
+from .errors import ConfigError
+from .graphs import CudaBackend, GraphRunner, make_runner
+from .model import Llama
+from .sampling import Mode
+from .state import DecodeState
+from .step import decode_step
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an LLM that say how requests run; `llm.py` describes them. Raises: ConfigError."""
+
+    max_batch_size: int
+    graphs: str
+    max_waiting: int
+    prefill_chunk: int | None
+    prefix_reuse: bool
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "prefill_chunk"):
+            value = getattr(self, name)
+            if name == "prefill_chunk" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:
+    """Allocate cache and state, and capture. Raises: GraphError."""
+    device, dtype = model.weights.embed.device, model.weights.embed.dtype
+    cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
+    state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
+    runner = _capture(model, cache, state, options.graphs, progress)
+    # a chunk holds the others up: on a GPU for some ten milliseconds, on a CPU for a few of its slower steps
+    chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
+    return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
+
+
+def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
+    def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
+        decode_step(model, cache, rows, kv_len, mode)
+
+    device = state.tokens.device
+    backend = CudaBackend(device) if device.type == "cuda" else None
+    with tqdm(desc="capturing CUDA graphs", unit="graph", disable=not (progress and backend), leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        # the fused attention reads each row's length on the device, so one recording serves every length
+        return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)

@@ -1,0 +1,115 @@
+"""RowMemory: what each row of the cache holds, so that a prompt that begins like a former one is not read again.
+
+K and V of a token depend on the tokens before it and on nothing else. So when the next turn of a conversation repeats
+all that was said, or many prompts begin with the same instructions, the rows have the K and V of those tokens already.
+What counts is the token ids, one by one; nothing is hashed.
+
+Which row a prompt gets: the lowest that is free, because a decode step costs as much as its highest row. What is known
+of the prompt is brought there, and what the row held is moved to a row that was not used for longer, if there is one.
+To copy K and V costs next to nothing beside computing them.
+"""
+
+from collections.abc import Sequence
+
+from .cache import KVCache
+
+WORTH = 16
+"""Shorter prefixes (a begin token, a few words by chance) are not worth a copy."""
+
+
+class RowMemory:
+    """The token ids whose K and V stand at the first positions of each row.
+
+    Args:
+        enabled: False remembers nothing.
+    """
+
+    def __init__(self, cache: KVCache, enabled: bool = True) -> None:
+        self._kv, self._enabled = cache.kv, enabled
+        self._held: list[Sequence[int]] = [()] * cache.max_batch_size
+        self._used = [0] * cache.max_batch_size  # when, counted in uses; 0 is never
+        self._uses = 0
+
+    def held(self, row: int) -> Sequence[int]:
+        """Token ids whose K and V stand at positions 0, 1, ... of a row."""
+        return self._held[row]
+
+    def note(self, row: int, token_ids: Sequence[int]) -> None:
+        """A row holds K and V of these tokens from now on."""
+        if self._enabled:
+            self._uses += 1
+            self._held[row], self._used[row] = token_ids, self._uses
+
+    def forget(self, row: int) -> None:
+        self._held[row], self._used[row] = (), 0
+
+    def forget_all(self) -> None:
+        for row in range(len(self._held)):
+            self.forget(row)
+
+    def take_oldest(self, free: list[int]) -> int:
+        """The free row whose loss costs least, for one who needs a row and leaves nothing of use in it."""
+        row = min(free, key=lambda r: self._used[r])
+        self.forget(row)
+        return row
+
+    def place(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
+        """Choose a row for a prompt, and bring there what is known of it.
+
+        Args:
+            free: rows without a request, ascending, at least one. The others are read at most.
+        Returns: the row, and how many tokens of the prompt it holds. Never all: the last one's logits are wanted.
+        """
+        row = free[0]
+        shared = [_common(held, prompt) for held in self._held]
+        source = max(range(len(shared)), key=lambda r: (shared[r], r == row))
+        length = min(shared[source], len(prompt) - 1)
+        if length < WORTH:
+            source, length = row, 0
+        spent = length > 0 and source in free and shared[source] == len(self._held[source])
+        if spent and source != row:  # all that the source holds goes into this prompt: they change places
+            self._exchange(row, source)
+        elif not spent:
+            self._save(row, [r for r in free if r not in (row, source)], lost=len(self._held[row]) - shared[row])
+            if source != row:
+                self._copy(source, row, length)
+        self.note(row, prompt[:length])
+        return row, length
+
+    def _save(self, row: int, others: list[int], lost: int) -> None:
+        """Move what a row holds to the oldest of the others, if it is older, and if anything would be lost."""
+        if others and lost > 0:
+            target = min(others, key=lambda r: self._used[r])
+            if self._used[target] < self._used[row]:
+                self._copy(row, target, len(self._held[row]))
+                self._held[target], self._used[target] = self._held[row], self._used[row]
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        self._kv[:, :, target, :, :length].copy_(self._kv[:, :, source, :, :length])
+
+    def _exchange(self, a: int, b: int) -> None:
+        length = max(len(self._held[a]), len(self._held[b]))
+        for layer in self._kv:  # [2, rows, kv_heads, slots, head_dim], so that what is put aside is small
+            of_a, of_b = layer[:, a, :, :length], layer[:, b, :, :length]
+            aside = of_a.clone()
+            of_a.copy_(of_b)
+            of_b.copy_(aside)
+        self._held[a], self._held[b] = self._held[b], self._held[a]
+        self._used[a], self._used[b] = self._used[b], self._used[a]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix, by halving: comparing slices is fast, and a loop over tokens is not."""
+    low, high = 0, min(len(a), len(b))
+    if not high or a[0] != b[0]:
+        return 0
+    a, b = list(a[:high]), b[:high]
+    if a == b:
+        return high
+    while high - low > 1:  # a and b agree up to low, and do not up to high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
