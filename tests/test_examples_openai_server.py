@@ -186,15 +186,16 @@ def test_sampling_fields_reach_the_sampler(client: Any, model: LLM) -> None:
 def test_logprobs_of_the_chosen_tokens(client: Any, model: LLM) -> None:
     fields: dict[str, Any] = dict(model="tiny", max_tokens=10, seed=4)
     whole = model.chat(ASK, SamplingParams(max_tokens=10, seed=4, logprobs=True))
+    near = pytest.approx(whole.logprobs, abs=1e-5)  # what is cached was computed in another batch
     (choice,) = client.chat.completions.create(**fields, messages=ASK, logprobs=True).choices
-    assert [token.logprob for token in choice.logprobs.content] == whole.logprobs
+    assert [token.logprob for token in choice.logprobs.content] == near
     assert "".join(token.token for token in choice.logprobs.content).startswith(choice.message.content)
     assert all(bytes(token.bytes).decode() == token.token for token in choice.logprobs.content)
     streamed = client.chat.completions.create(**fields, messages=ASK, logprobs=True, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in streamed]
-    assert [token.logprob for part in parts if part for token in part.content] == whole.logprobs
+    assert [token.logprob for part in parts if part for token in part.content] == near
     (choice,) = client.completions.create(**fields, prompt=whole.prompt_token_ids, logprobs=0).choices
-    assert choice.logprobs.token_logprobs == whole.logprobs
+    assert choice.logprobs.token_logprobs == near
     assert len(choice.logprobs.tokens) == len(whole.token_ids)
 
 
