@@ -75,15 +75,15 @@ class Engine:
         if request.done:
             return
         request.cancelled = True
-        try:
-            if request in self.waiting:
+        if request not in self.rows:
+            with suppress(ValueError):  # it may have been cancelled before it was submitted
                 self.waiting.remove(request)
-            elif request in self.rows:
-                with self.on_stream():
-                    self._release(self.rows.index(request), running=True)
+            return self._end(request)
+        try:
+            with self.on_stream():
+                self._release(self.rows.index(request), request, running=True)
         except Exception as error:
             self._fail_all(error)
-        request.on_done()
 
     @property
     def busy(self) -> bool:
@@ -130,9 +130,9 @@ class Engine:
             try:
                 self._read(row, request, count)
             except Exception as error:  # the others were not touched; a device that is lost ends them at their step
-                self._release(row, running=True)
                 self.memory.forget(row)
-                self._end(request, error=error)
+                request.enqueued = 0
+                self._release(row, request, error=error, running=True)
             read += count
             if read >= budget:
                 return
@@ -172,8 +172,7 @@ class Engine:
             return
         self._reading = None
         if request.scores is not None:
-            self._release(row)
-            self._end(request, "length")
+            self._release(row, request, "length")
         else:
             self.state.admit(row, prompt, request.limit, request.stops, request.params, request.seed)
             finish_step(self.model, logits, self._alone[row], request.mode)
@@ -223,18 +222,17 @@ class Engine:
         except Exception as fault:  # a fault of one request ends that request alone
             error = fault
         if reason is not None or error is not None:
-            self._release(row, running)
-            self._end(request, reason, error)
+            self._release(row, request, reason, error, running)
 
     def _drop_broken(self, row: int, request: Request) -> None:
         """End a request whose logits are no numbers. No NaN may stay in its row: masked attention reads 0 x NaN."""
-        self._release(row)
-        self.memory.forget_all()
-        self.cache.kv[:, :, row].zero_()
-        self._end(request, error=MinillmError(
+        said = (
             f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
             "the weights are broken, or overflow in this dtype (try dtype='float32')"
-        ))  # fmt: skip
+        )
+        self._release(row, request, error=MinillmError(said))
+        self.memory.forget_all()
+        self.cache.kv[:, :, row].zero_()
 
     # ------------------------------------------------------------------ ends
 
@@ -242,20 +240,27 @@ class Engine:
         request.finish_reason, request.error = (reason, None) if error is None else (None, error)
         request.on_done()
 
-    def _release(self, row: int, running: bool = False) -> None:
-        """Free a row, and note what it holds.
+    def _release(
+        self,
+        row: int,
+        request: Request,
+        reason: str | None = None,
+        error: BaseException | None = None,
+        running: bool = False,
+    ) -> None:
+        """Free a row, note what it holds, and end its request: before the device is told, which may fail.
 
         Args:
             running: whether the device may still take it for active. Steps already enqueued write to it then, but only
                 beyond what is noted here, and the stream orders them before whatever comes next.
         """
-        request, self.rows[row] = self.rows[row], None
+        self.rows[row] = None
         if self._reading is not None and self._reading[0] == row:
             self._reading = None
-        if request is not None and request.enqueued:
-            # the last token that was delivered may not have been fed
+        if request.enqueued:  # the last token that was delivered may not have been fed
             self.memory.note(row, request.prompt_token_ids + request.token_ids[:-1])
         self._decoding = self._who_decodes()
+        self._end(request, reason, error)
         if running:
             self.state.retire(row)
 

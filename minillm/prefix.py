@@ -66,28 +66,32 @@ class RowMemory:
         length = min(shared[source], len(prompt) - 1)
         if length < WORTH:
             source, length = row, 0
-        spent = length > 0 and source in free and shared[source] == len(self._held[source])
-        if spent and source != row:  # all that the source holds goes into this prompt: they change places
+        others = [r for r in free if r != row]
+        spent = length > 0 and shared[source] == len(self._held[source])  # all that it holds goes into this prompt
+        oldest = min(others, key=lambda r: self._used[r], default=row)
+        if source in others and spent:
+            oldest = source
+        elif shared[row] == len(self._held[row]) or self._used[oldest] > self._used[row]:
+            oldest = row  # nothing would be lost, or there is nothing older to lose instead
+        if oldest == source:
             self._exchange(row, source)
-        elif not spent:
-            self._save(row, [r for r in free if r not in (row, source)], lost=len(self._held[row]) - shared[row])
-            if source != row:
-                self._copy(source, row, length)
+        else:
+            self._move(row, oldest)
+            self._copy(source, row, length)
         self.note(row, prompt[:length])
         return row, length
 
-    def _save(self, row: int, others: list[int], lost: int) -> None:
-        """Move what a row holds to the oldest of the others, if it is older, and if anything would be lost."""
-        if others and lost > 0:
-            target = min(others, key=lambda r: self._used[r])
-            if self._used[target] < self._used[row]:
-                self._copy(row, target, len(self._held[row]))
-                self._held[target], self._used[target] = self._held[row], self._used[row]
+    def _move(self, source: int, target: int) -> None:
+        self._copy(source, target, len(self._held[source]))
+        self._held[target], self._used[target] = self._held[source], self._used[source]
 
     def _copy(self, source: int, target: int, length: int) -> None:
-        self._kv[:, :, target, :, :length].copy_(self._kv[:, :, source, :, :length])
+        if source != target and length:
+            self._kv[:, :, target, :, :length].copy_(self._kv[:, :, source, :, :length])
 
     def _exchange(self, a: int, b: int) -> None:
+        if a == b:
+            return
         length = max(len(self._held[a]), len(self._held[b]))
         for layer in self._kv:  # [2, rows, kv_heads, slots, head_dim], so that what is put aside is small
             of_a, of_b = layer[:, a, :, :length], layer[:, b, :, :length]

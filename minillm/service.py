@@ -39,6 +39,8 @@ class Service:
         self._on_room: list[Callable[[], object]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
+        # here and not when the thread starts: a thread of the app could have it start after the exit has begun
+        atexit.register(self.close)
 
     @property
     def engine(self) -> Engine:
@@ -131,7 +133,6 @@ class Service:
         thread = threading.Thread(target=self._run, args=(self._engine,), name="minillm-engine", daemon=True)
         thread.start()
         self._thread = thread
-        atexit.register(self.close)
 
     def _run(self, engine: Engine) -> None:
         with engine.on_stream():
@@ -141,7 +142,6 @@ class Service:
                 if self._feeders or self._on_room:
                     self._tell_of_room(engine)
         self._shut_down()
-        atexit.unregister(self.close)
 
     def _take(self, engine: Engine) -> bool:
         """Hand the inbox to the engine; sleep while there is nothing to do. Returns False if it is time to end."""
@@ -170,6 +170,7 @@ class Service:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        atexit.unregister(self.close)
         while self._new:
             engine.submit(self._new.popleft())
         engine.shut_down(MinillmError(CLOSED))

@@ -107,7 +107,7 @@ def test_the_second_turn_is_cached(llm: LLM) -> None:
 
 
 def test_the_peer_serves_the_same_requests(subject: Subject) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")  # older ones want psutil on a CPU
     served = continuous.serve_continuous(subject, VISITS)
     assert served.tokens == sum(visit.answer for visit in VISITS)
     for first, last in zip(served.first_token_s, served.latency_s, strict=True):
@@ -151,7 +151,7 @@ def test_a_peer_that_does_not_do_the_work_has_failed(manager: Broken, words: str
 
 
 def test_the_command_measures_every_number_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")  # older ones want psutil on a CPU
     out = tmp_path / "t.json"
     assert main([*SMALL, "--eager-requests", "5", "--peers", "transformers", "--json", str(out)]) == 0
     text, data = capsys.readouterr().out, json.loads(out.read_text())
@@ -182,7 +182,7 @@ def test_the_command_measures_every_number_of_rows(tmp_path: Path, capsys: pytes
 
 
 def test_a_failing_peer_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24")  # older ones want psutil on a CPU
     monkeypatch.setattr(continuous, "make_manager", lambda *_: 1 / 0)
     assert main([*SMALL, "--rows", "2", "--conversation", "0", "--peers", "transformers"]) == 0
     out = capsys.readouterr().out

@@ -17,7 +17,9 @@ from minillm.step import decode_step
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def engine_of(rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16) -> Engine:
+def engine_of(
+    rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16, reuse: bool = True
+) -> Engine:
     model, cache, state = parts(rows, max_seq_len)
 
     def step(part: DecodeState, kv_len: int, mode: Mode) -> None:
@@ -25,7 +27,7 @@ def engine_of(rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk:
 
     runner = GraphRunner(step, state, cache, FakeBackend() if graphs else None)
     runner.capture()
-    return Engine(model, cache, state, runner, prefill_chunk=chunk)
+    return Engine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse)
 
 
 def request(prompt: list[int], params: SamplingParams = GREEDY, new: int = 10, stops: list[int] | None = None, **kw):
