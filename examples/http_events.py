@@ -13,6 +13,7 @@ import json
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -37,12 +38,26 @@ class Refused(Exception):
 
 
 class Server(ThreadingHTTPServer):
+    """The server. `closing`: whether new calls are refused."""
+
     request_queue_size = 128  # connections that are not accepted yet
+    closing = False
+
+    def __init__(self, address: tuple[str, int], handler: type["Handler"]) -> None:
+        self.calls = set[Handler]()  # the connections that wait for an answer
+        super().__init__(address, handler)
+
+    def drain(self, seconds: float) -> None:
+        """Refuse new calls, and give those on their way some time to end."""
+        self.closing, deadline = True, time.monotonic() + seconds
+        while self.calls and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 class Handler(BaseHTTPRequestHandler):
     """One connection, and the calls that come through it one after another."""
 
+    server: Server
     protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
     timeout = 60.0  # seconds that a client may take to send or to read
 
@@ -108,7 +123,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self._streaming = False
+        self.server.calls.add(self)
         try:
+            if self.server.closing:
+                raise Refused(503, "the server is closing: ask again later")
             self.answer(self.command, self.path.partition("?")[0], self._body())
         except (OSError, CancelledError):  # there is nobody left to answer
             self.close_connection = True
@@ -121,6 +139,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._chunk(b"")
             else:
                 self.reply(status, content)
+        finally:
+            self.server.calls.discard(self)
 
     do_GET = do_POST
 

@@ -42,6 +42,7 @@ NEUTRAL: Json = {  # other fields of the protocol, at the value that asks for no
     "modalities": ["text"], "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "top_logprobs": 0,
     "echo": False, "best_of": 1, "suffix": "",
 }  # fmt: skip
+GRACE = 30  # seconds
 
 
 def read_fields(body: bytes, route: str, model: str) -> Json:
@@ -201,10 +202,10 @@ class Api(Handler):
 
 
 class ApiServer(Server):
-    """The server, with what its threads share. `closing`: whether to answer that it ends."""
+    """The server, with what its threads share."""
 
     def __init__(self, address: tuple[str, int], llm: LLM, model: str, api_key: str | None = None) -> None:
-        self.llm, self.model, self.api_key, self.started, self.closing = llm, model, api_key, int(time.time()), False
+        self.llm, self.model, self.api_key, self.started = llm, model, api_key, int(time.time())
         super().__init__(address, Api)
 
 
@@ -227,8 +228,9 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 server.serve_forever()
-            finally:
-                server.closing = True
+            except KeyboardInterrupt:
+                print(f"closing: calls on their way have {GRACE} seconds (Ctrl-C again ends at once)", flush=True)
+                server.drain(GRACE)
     except (MinillmError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:

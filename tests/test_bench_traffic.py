@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minillm import LLM
+from minillm import LLM, SamplingParams
 from minillm.bench import continuous, traffic
 from minillm.bench.__main__ import main
 from minillm.bench.contest import Failed
@@ -79,7 +79,8 @@ def test_requests_are_handed_in_when_their_time_comes(llm: LLM, monkeypatch: pyt
 
 def test_full_rows_are_measured_beside_the_same_bare_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bare steps see the lengths of those that the engine drove, and leave the LLM as it was."""
-    before = llm.generate([1, 2, 3]).finish_reason
+    greedy = SamplingParams(temperature=0.0, max_tokens=20)
+    before = llm.generate([1, 2, 3], greedy).token_ids
     engine, seen = llm._service.engine, []
     step = engine.runner.step
     monkeypatch.setattr(engine.runner, "step", lambda *given: (seen.append(given), step(*given))[1])
@@ -90,7 +91,8 @@ def test_full_rows_are_measured_beside_the_same_bare_steps(llm: LLM, monkeypatch
     driven = [given[1] for given in seen[: -len(bare)] if given[3] == 3]
     assert abs(driven[0] - bare[0][1]) < 10
     assert not engine.state.active.any()
-    assert llm.generate([1, 2, 3]).finish_reason == before
+    assert not any(engine.memory.held(row) for row in range(3))
+    assert llm.generate([1, 2, 3], greedy).token_ids == before
 
 
 def test_without_room_in_the_cache_there_is_no_share(llm: LLM) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 from tiny import make_tiny_model
 
-from examples import load, run, serving
+from examples import ENVIRONMENT, FOLDER, load, run, serving
 from minillm import LLM, SamplingParams
 
 openai = pytest.importorskip("openai")
@@ -331,7 +334,7 @@ def test_what_is_no_json_object_gets_400(server: Any, body: bytes) -> None:
 
 def test_a_body_needs_a_length_within_bounds(server: Any) -> None:
     assert send(server, "POST", "/v1/completions", b"", **{"Content-Length": str(2**40)})[0] == 413
-    with socket.create_connection(("127.0.0.1", server.server_port)) as raw:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert raw.makefile("rb").read().startswith(b"HTTP/1.1 411 ")  # and the connection ends
     assert send(server, "BREW", "/v1/completions")[0] == 501
@@ -439,6 +442,25 @@ def test_calls_on_their_way_when_the_server_closes_get_503(small: Any) -> None:
     assert "this LLM was closed" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert nothing == ""
     assert complete(small)[0] == 503
+
+
+def test_sigterm_lets_answers_end_and_takes_no_more(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, max_position_embeddings=8192, eos_token_id=None)
+    command = [sys.executable, FOLDER / "openai_server.py", "--model", folder, "--port", "0", "--rows", "2"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+    assert server.stdout is not None
+    *_, port = server.stdout.readline().removesuffix("/v1\n").split(":")
+    idle, streaming = (HTTPConnection("127.0.0.1", int(port), timeout=60) for _ in range(2))
+    idle.request("GET", "/health")
+    assert idle.getresponse().read() == b'{"status": "ok"}'
+    streaming.request("POST", "/v1/completions", json.dumps(LONG | {"max_tokens": 3000, "stream": True}))
+    reply = streaming.getresponse()
+    assert reply.readline().startswith(b"data: {")
+    server.send_signal(signal.SIGTERM)
+    assert server.stdout.readline().startswith("closing")
+    until(lambda: (idle.request("GET", "/health"), idle.getresponse().read())[1] != b'{"status": "ok"}')
+    assert reply.read().endswith(b"data: [DONE]\n\n")
+    assert server.wait(60) == 0
 
 
 def test_an_error_of_the_server_is_500_and_tells_no_secrets(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:

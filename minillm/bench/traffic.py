@@ -197,6 +197,7 @@ def replay(llm: LLM, rows: int, start: int, steps: int) -> float:
         synchronize(llm.device)
         seconds = time.perf_counter() - began
         state.active.fill_(False)
+    engine.memory.forget_all()  # the rows hold something else now
     return rows * steps / seconds
 
 
