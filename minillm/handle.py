@@ -5,7 +5,6 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import suppress
 
 from .answer import Chunk, Completion
 from .pending import Pending
@@ -32,7 +31,8 @@ class Handle:
         """Put it into the queue, as soon as there is room."""
         self._pending.submitted = time.perf_counter()
         room = asyncio.Event()
-        while not self._service.try_submit(self._pending.request, _setter(room)):
+        on_room = self._service.bells.setter(room)
+        while not self._service.try_submit(self._pending.request, on_room):
             await room.wait()
             room.clear()
             self._pending.submitted = time.perf_counter()
@@ -98,7 +98,7 @@ class Handle:
     async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
         """The same for asyncio: the loop is free while there is nothing new."""
         news, sent = asyncio.Event(), 0
-        with self._pending.watched(_setter(news)) as watcher:
+        with self._pending.watched(self._service.bells.setter(news)) as watcher:
             while True:
                 news.clear()
                 watcher.armed = True
@@ -134,14 +134,3 @@ class Handle:
         self._pending.future.result()
         # a prompt that fills the context: an answer of no tokens still says why it ended
         return [Chunk("", [], self._pending.request.finish_reason)] if sent == 0 else []
-
-
-def _setter(event: asyncio.Event) -> Callable[[], None]:
-    """What sets an event of the running loop, from any thread."""
-    loop = asyncio.get_running_loop()
-
-    def set_it() -> None:
-        with suppress(RuntimeError):  # a loop that was closed while somebody waited in it
-            loop.call_soon_threadsafe(event.set)
-
-    return set_it

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from .bell import Bells
 from .engine import Engine
 from .errors import MinillmError, QueueFullError
 from .request import Request
@@ -37,6 +38,7 @@ class Service:
         self._cancelled: deque[Request] = deque()
         self._feeders = 0  # threads that wait for room
         self._on_room: list[Callable[[], object]] = []
+        self.bells = Bells()
         self._closing = False
         self._thread: threading.Thread | None = None
         # here and not when the thread starts: a thread of the app could have it start after the exit has begun

@@ -122,6 +122,25 @@ def test_chat_applies_the_template_once(llm: LLM) -> None:
     assert "".join(c.text for c in llm.stream_chat(messages, GREEDY)) == answer.text
 
 
+def test_the_second_turn_of_a_chat_reads_what_is_new_and_says_the_same(folder: Path) -> None:
+    """The whole conversation was read again in every turn."""
+    turns = [{"role": "user", "content": "the king"}]
+    with (
+        LLM(folder, device="cpu", max_batch_size=2, max_seq_len=128) as llm,
+        LLM(folder, device="cpu", max_batch_size=2, max_seq_len=128, prefix_reuse=False) as without,
+    ):
+        first = llm.chat(turns, GREEDY)
+        assert first.stats.cached_tokens == 0
+        other = llm.generate("the sand and the king on it", GREEDY)
+        turns += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "on"}]
+        second, alone = llm.chat(turns, GREEDY), without.chat(turns, GREEDY)
+        assert (second.text, second.token_ids) == (alone.text, alone.token_ids)
+        assert len(first.prompt_token_ids) <= second.stats.cached_tokens < len(second.prompt_token_ids)
+        assert (without.chat(turns, GREEDY).stats.cached_tokens, other.stats.cached_tokens) == (0, 0)
+        llm.logits(first.prompt_token_ids)
+        assert llm.chat(turns, GREEDY).text == alone.text
+
+
 def test_logits_are_those_of_the_model(llm: LLM) -> None:
     ids = llm.tokenizer.encode("the king and the sand")
     logits = llm.logits(ids)
