@@ -90,15 +90,15 @@ class Handler(BaseHTTPRequestHandler):
     @contextmanager
     def cancelling(self) -> Iterator[list[Handle]]:
         """A list for handles, which are cancelled when the client hangs up, and at the end of the block."""
-        handles, ended = list[Handle](), threading.Event()
+        handles, ended, ear = list[Handle](), threading.Event(), self.connection.dup()
 
         def cancel() -> None:
             for handle in tuple(handles):
                 handle.cancel()
 
         def listen() -> None:
-            with self.connection.dup() as ear:
-                ear.settimeout(LISTEN)
+            with ear:
+                ear.settimeout(LISTEN)  # of its own: the connection keeps another
                 while not ended.is_set():
                     try:
                         if ear.recv(1, socket.MSG_PEEK):

@@ -48,9 +48,12 @@ GRACE = 30  # seconds
 def read_fields(body: bytes, route: str, model: str) -> Json:
     """The fields of a call that ask for something. Raises: Refused."""
     try:
-        fields = {name: value for name, value in dict(loads(body)).items() if value is not None}
-    except (ValueError, TypeError, RecursionError):
-        raise Refused(400, "the body must be a JSON object") from None
+        fields = loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body must be a JSON object")
+    fields = {name: value for name, value in fields.items() if value is not None}
     for name in fields.keys() - KNOWN - OF_ROUTE[route] - HARMLESS:
         if name not in NEUTRAL or fields[name] != NEUTRAL[name]:
             raise Refused(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)

@@ -226,3 +226,11 @@ def test_a_peer_that_is_not_installed_is_named(
     monkeypatch.setattr(continuous, "find_spec", lambda name: None)
     assert main([*SMALL, "--peers", "transformers"]) == 2
     assert "pip install transformers" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["traffic", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in ("requests", "rows", "prompt-lengths", "answer-lengths", "arrival", "rate", "seed", "modes", "peers"):
+        assert f"--{option}" in out
+    assert "default: 16:1024" in out

@@ -326,7 +326,9 @@ def test_errors_are_the_ones_that_the_client_knows(client: Any) -> None:
         client.embeddings.create(model="tiny", input="x", encoding_format="float")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"7", b"null", b'"ab"', b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"7", b"null", b'"ab"', b'[["prompt", "the"]]', b"\xff\xfe", b"[" * 100_000]
+)
 def test_what_is_no_json_object_gets_400(server: Any, body: bytes) -> None:
     status, _, message = send(server, "POST", "/v1/completions", body)
     assert (status, message) == (400, "the body must be a JSON object")
