@@ -414,7 +414,7 @@ def test_a_full_queue_is_429_and_clients_that_hang_up_make_room(small: Any) -> N
     assert not small.handles[0].done()
     running.close()
     until(small.handles[0].cancelled)
-    assert complete(small)[0] == 200
+    until(lambda: complete(small)[0] == 200)  # the row is free after the step that is under way
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled(small: Any) -> None:
