@@ -200,14 +200,14 @@ def main() -> int:
         if options.target.exists() and options.target.samefile(options.source):
             raise MinillmError("the answers need a file of their own")
         ahead = 4 * max(options.rows, 1)
-        with LLM(options.model, max_batch_size=options.rows, max_waiting=ahead, progress=True) as llm:
+        with LLM(options.model, max_batch_size=options.rows, max_waiting=ahead, progress=sys.stderr.isatty()) as llm:
             errors = run(tasks, options.target, llm, defaults, ahead)
     except (MinillmError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, f"stopped: {options.target} has what was done, and the same command goes on\n")
     if errors:
-        print(f"{errors} lines could not be answered: see {options.target}", file=sys.stderr)
+        print(f"{errors} of {len(tasks)} lines could not be answered: see {options.target}", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -16,6 +16,7 @@ import argparse
 import hmac
 import itertools
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -180,7 +181,8 @@ class Api(Handler):
         fields, chat = read_fields(body, path, server.model), path == CHAT
         prompts, params = read_prompts(fields, chat, server.llm), read_params(fields, chat, server.llm)
         kind = "text_completion" if not chat else "chat.completion.chunk" if fields.get("stream") else "chat.completion"
-        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": server.model}
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        head = {"id": name, "object": kind, "created": int(time.time()), "model": server.model}
         with self.cancelling() as handles:
             choices = []
             for index, (prompt, each) in enumerate(itertools.product(prompts, params)):
@@ -224,7 +226,7 @@ def main() -> None:
     name = Path(options.model or DEFAULT_MODEL).name
     try:
         with (
-            LLM(options.model, max_batch_size=options.rows, progress=True) as llm,
+            LLM(options.model, max_batch_size=options.rows, progress=sys.stderr.isatty()) as llm,
             ApiServer((options.host, options.port), llm, name, options.api_key) as server,
         ):
             print(f"{name} at http://{options.host}:{server.server_port}/v1", flush=True)

@@ -12,6 +12,7 @@ is too long for an address.
 """
 
 import argparse
+import sys
 from json import loads
 
 from http_events import Handler, Json, Refused, Server
@@ -115,7 +116,10 @@ def main() -> None:
     add("--port", type=int, default=8000, help="(default: %(default)s)")
     options, params = parser.parse_args(), SamplingParams(max_tokens=1024, temperature=0.7, top_p=0.95)
     try:
-        with LLM(options.model, progress=True) as llm, WebApp((options.host, options.port), llm, params) as app:
+        with (
+            LLM(options.model, progress=sys.stderr.isatty()) as llm,
+            WebApp((options.host, options.port), llm, params) as app,
+        ):
             print(f"http://{options.host}:{app.server_port}")
             app.serve_forever()
     except (MinillmError, OSError) as error:

@@ -84,7 +84,7 @@ def test_bad_lines_are_told_with_their_number_and_the_others_answered(model: Pat
         assert words in record["error"]
         assert f"line {number}: {record['error']}" in done.stderr
     assert (records[11]["id"], records[1]["id"]) == ("long", 2)
-    assert "12 lines could not be answered" in done.stderr
+    assert "12 of 14 lines could not be answered" in done.stderr
 
 
 def test_a_second_run_keeps_answers_and_tries_errors_again(model: Path, tmp_path: Path) -> None:

@@ -124,8 +124,9 @@ def _check(options: Namespace) -> int:
 @contextmanager
 def open_llm(subject: Subject, rows: int, seq_len: int, ops: str, mode: str, requests: int) -> Iterator[LLM]:
     """An LLM of the subject's weights, warm, for as many requests as that at once."""
-    kernels = pick_kernels(subject.config, replace(subject.plan, max_batch_size=rows, max_seq_len=seq_len))
-    model = Llama(subject.config, subject.weights, seq_len, kernels if ops == "fused" else None)
+    plan = replace(subject.plan, max_batch_size=rows, max_seq_len=seq_len)
+    kernels = pick_kernels(subject.config, plan) if ops == "fused" else None
+    model = Llama(subject.config, subject.weights, seq_len, kernels)
     # it needs of a tokenizer what NoText has
     tokenizer = cast(Tokenizer, NoText())
     llm = LLM.from_model(model, tokenizer, rows, seq_len, GRAPHS[mode], max_waiting=requests)
