@@ -173,6 +173,19 @@ def test_nan_logits_are_an_error_and_no_token() -> None:
     assert len(run(engine, request(prompt_of(5, 1)))[0]) == 10
 
 
+def test_a_row_that_held_nan_serves_the_next() -> None:
+    """Masked attention reads a bucket: what a broken request had left there made NaN of 0 x NaN."""
+    engine = engine_of(rows=2, graphs=True)
+    good = engine.model.weights.embed[7].clone()
+    engine.model.weights.embed[7] = torch.nan
+    broken = request([5] * 30 + [7] * 10)
+    run(engine, broken)
+    assert isinstance(broken.error, MinillmError)
+    engine.model.weights.embed[7] = good
+    prompts = [prompt_of(4, 1), prompt_of(5, 2)]
+    assert run(engine, *(request(p) for p in prompts)) == [solo(p) for p in prompts]
+
+
 def test_an_error_of_the_device_ends_all_open_requests_and_the_next_works() -> None:
     engine = engine_of(rows=1)
     requests = [request(prompt_of(5, i)) for i in range(2)]

@@ -3,6 +3,7 @@
 import gc
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -295,9 +296,11 @@ class Numbers:
         return ""
 
 
-def llm_of(graphs: str = "on", rows: int = 4, max_seq_len: int = 600, dtype: torch.dtype = torch.bfloat16) -> LLM:
+def llm_of(
+    graphs: str = "on", rows: int = 4, max_seq_len: int = 600, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> LLM:
     model, _, _ = parts(1, max_seq_len, CUDA, dtype, CONFIG)
-    return LLM.from_model(model, Numbers(), rows, max_seq_len, graphs)  # type: ignore[arg-type]
+    return LLM.from_model(model, Numbers(), rows, max_seq_len, graphs, **options)  # type: ignore[arg-type]
 
 
 PROMPTS = ["5 6 7", "8 9", "1 2 3 4 5 6 7 8 9 10", "17", "900 3 4", "44 5"]
