@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|prefill|serve|pool",)),
+        ([], ("decode|prefill|serve|traffic|pool",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),
@@ -196,7 +196,7 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_needed_bytes_equals_an_independent_count() -> None:
     """From transformers' own tensors: all but the embedding table, which is untied here, and the cache so far."""
     subject = tiny("bfloat16")
-    model = Transformers(subject, SamplingParams(temperature=0))._model
+    model = Transformers(subject, SamplingParams(temperature=0)).model
     names = {name: p.numel() for name, p in model.named_parameters()}
     weights = sum(count for name, count in names.items() if "embed_tokens" not in name)
     key_values = 3 * 17 * 2 * 2 * (2 * 16)  # rows, tokens, layers, K and V, kv heads * head_dim
@@ -280,7 +280,7 @@ def test_contestants_take_turns_after_a_warm_up() -> None:
 def test_a_peer_that_fails_does_not_end_the_contest() -> None:
     """Guards: a version of transformers that cannot do one thing, and takes all results with it."""
     model = Transformers(tiny(), SamplingParams(temperature=0))
-    model._model.generate = lambda *_, **__: 1 / 0
+    model.model.generate = lambda *_, **__: 1 / 0
     contestants = [Recorded("eager", []), model.contestant("eager", 64)]
     rows, failures = compare(tiny(), contestants, 1, 5, Namespace(steps=9, rounds=1), ceiling=1e9)
     assert [row["mode"] for row in rows] == ["eager"]
@@ -528,8 +528,8 @@ def test_a_failed_request_ends_the_benchmark() -> None:
 def test_transformers_is_given_the_same_prompts_and_makes_as_many_tokens() -> None:
     subject = tiny()
     model, calls = Transformers(subject, SamplingParams(temperature=0)), []
-    generate = model._model.generate
-    model._model.generate = lambda ids, **options: (calls.append((ids.tolist(), options)), generate(ids, **options))[1]
+    generate = model.model.generate
+    model.model.generate = lambda ids, **options: (calls.append((ids.tolist(), options)), generate(ids, **options))[1]
     before = time.perf_counter()
     run = model.contestant("eager", 64).run([[1, 2, 3], [4, 5, 6]], steps=10)
     ids, options = calls[0]

@@ -1,9 +1,9 @@
-"""The command line, `python -m minillm.bench decode|prefill|serve|pool`; the package says what they measure."""
+"""The command line, `python -m minillm.bench decode|prefill|serve|traffic|pool`; the package says what they measure."""
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,20 +37,62 @@ def peer_names(text: str, known: Sequence[str] = PEERS) -> list[str]:
     return names
 
 
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return 0 if text.strip() == "0" else positive(text)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def span(text: str) -> tuple[int, int]:
+    """The shortest and the longest of lengths, as in 16:1024; a single number is both."""
+    low, _, high = text.partition(":")
+    shortest, longest = positive(low), positive(high or low)
+    if shortest > longest:
+        raise argparse.ArgumentTypeError(f"must go from the shortest to the longest, not {text!r}")
+    return shortest, longest
+
+
+def some_of(*names: str) -> Callable[[str], list[str]]:
+    """A list of some of the names, each once, as in a,b."""
+
+    def parse(text: str) -> list[str]:
+        given = list(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in given if name not in names]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, not {unknown[0]!r}")
+        return given
+
+    return parse
+
+
 def build_parser() -> Parser:
-    parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, or the memory of the graphs.")
-    names = "decode|prefill|serve|pool"
+    parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, traffic, or the memory of the graphs.")
+    names = "decode|prefill|serve|traffic|pool"
     benches = parser.add_subparsers(dest="bench", required=True, metavar=names, prog="minillm.bench")
     about = {
         "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
         "prefill": "the time to read a prompt, its share of the arithmetic ceiling, and transformers beside it",
         "serve": "latency and requests/s of batches of mixed sizes: eager, graphs, graphs with one memory pool",
+        "traffic": "requests that come and go: requests/s, latency, time to first token, and what the engine costs",
         "pool": "memory of the graphs: one pool largest first, smallest first, a pool for each graph",
     }
     for name, text in about.items():
         bench = benches.add_parser(name, description=text[0].upper() + text[1:] + ".", help=text)
         _add_common(bench)
-        {"decode": _add_decode, "prefill": _add_prefill, "serve": _add_serve, "pool": _add_pool}[name](bench)
+        add_options = {
+            "decode": _add_decode, "prefill": _add_prefill, "serve": _add_serve, "traffic": _add_traffic,
+            "pool": _add_pool,
+        }[name]  # fmt: skip
+        add_options(bench)
     return parser
 
 
@@ -67,7 +109,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "plain", "fused"),
         default="auto",
         help="operations: plain PyTorch or fused kernels (default: auto: decode and prefill take both where they run, "
-        "serve and pool what LLM takes)",
+        "the others what LLM takes)",
     )
     add("--json", type=Path, metavar="FILE", help="also write everything, raw samples included, to this file")
     add("--plot", type=Path, metavar="FILE.png", help="also draw it (needs matplotlib, the extra `plot`)")
@@ -83,7 +125,7 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     _add_temperature(parser)
     add(
         "--peers",
-        type=peer_names,
+        type=some_of(*PEERS, "auto"),
         default=["auto"],
         metavar="LIST",
         help="transformers beside it, of eager,compile (default: auto: what is installed and runs here)",
@@ -114,6 +156,56 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=positive, default=8, metavar="N", help="decode steps of a request (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="S", help="of the sizes and positions (default: %(default)s)")
     _add_temperature(parser)
+
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--requests", type=positive, default=512, metavar="N", help="(default: %(default)s)")
+    add("--rows", type=positives, default=[32], metavar="N,...", help="requests at once, more wait (default: 32)")
+    add(
+        "--prompt-lengths",
+        type=span,
+        default=(16, 1024),
+        metavar="A:B",
+        help="tokens of the prompts, drawn evenly (default: 16:1024)",
+    )
+    add(
+        "--answer-lengths",
+        type=span,
+        default=(16, 512),
+        metavar="A:B",
+        help="tokens of the answers, drawn evenly (default: 16:512)",
+    )
+    add("--arrival", choices=("all", "poisson"), default="all", help="all at once, or at random (default: all)")
+    add("--rate", type=rate, metavar="R", help="requests a second of --arrival poisson")
+    add("--seed", type=int, default=0, metavar="S", help="of lengths, token ids and arrival (default: %(default)s)")
+    add(
+        "--modes",
+        type=some_of("graphs", "eager"),
+        metavar="LIST",
+        help="of graphs,eager (default: both where there is a GPU, else eager)",
+    )
+    add(
+        "--eager-requests",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="eager launches serve the first N of the requests alone (default: %(default)s)",
+    )
+    add(
+        "--conversation",
+        type=whole,
+        default=2000,
+        metavar="N",
+        help="tokens of the conversation whose second turn is timed, 0 leaves it out (default: %(default)s)",
+    )
+    add(
+        "--peers",
+        type=some_of("transformers"),
+        default=[],
+        metavar="transformers",
+        help="also the continuous batching of transformers (default: minillm alone)",
+    )
 
 
 def _add_pool(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +265,10 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report |
         from .serve import serve
 
         return serve(options, arguments)
+    if options.bench == "traffic":
+        from .traffic import traffic
+
+        return traffic(options, arguments)
     from .pool import measure_layout, pool
 
     if options.layout is None:

@@ -56,7 +56,7 @@ class Transformers:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=subject.dtype)
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(subject.source, dtype=subject.dtype)
-        self._model = model.to(subject.device).eval()
+        self.model = model.to(subject.device).eval()
         self._device, self._temperature = subject.device, params.temperature
 
     def contestant(self, kind: str, cache: int) -> "Generate":
@@ -64,7 +64,7 @@ class Transformers:
         if kind == "compile":
             torch.compiler.reset()
             for name in ("_cache", "_previous_max_cache_length", "_compiled_call"):
-                vars(self._model).pop(name, None)
+                vars(self.model).pop(name, None)
         return Generate(self, MODES[kind], cache if kind == "compile" else None)
 
     @torch.inference_mode()
@@ -78,7 +78,7 @@ class Transformers:
             options |= dict(do_sample=True, temperature=self._temperature, top_k=0, top_p=1.0)
         else:
             options |= dict(do_sample=False)
-        self._model.generate(
+        self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             streamer=streamer,
