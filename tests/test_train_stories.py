@@ -178,7 +178,7 @@ def test_workers_parts_are_merged(tmp_path: Path) -> None:
         write_stories(tmp_path / f"sampled-{index}.jsonl", stories)
         if index < 2:
             (tmp_path / f"sampled-{index}.json").write_text(json.dumps({"kept": 2, "too short": 1}))
-    assert sample.merge(tmp_path) == {"kept": 3, "too short": 2, "was there before": 1}
+    assert sample.merge(tmp_path) == {"kept": 3, "too short": 2, "was there before": 1, "workers": 2}
     assert read_stories(tmp_path / "sampled.jsonl") == ["One.", "Two.", "Three."]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 JUDGEMENT = "(to be written by whoever has read the samples)"
 
+NO_REASONS = ("kept", "tokens made", "graph replays", "workers")  # what stage 3 counts beside the reasons
+
 
 def card(figures: dict[str, Any], counts: dict[str, dict[str, Any]], config: dict[str, Any], size: int) -> str:
     """README.md of the model directory.
@@ -14,7 +16,7 @@ def card(figures: dict[str, Any], counts: dict[str, dict[str, Any]], config: dic
         figures: of `evaluate.measure`. counts: what the stages counted, by stage. size: bytes of the files.
     """
     split, sampled = counts["split"], counts["sample"]
-    fallen = {reason: n for reason, n in sampled.items() if reason not in ("kept", "tokens made", "graph replays")}
+    fallen = {reason: n for reason, n in sampled.items() if reason not in NO_REASONS}
     reasons = ", ".join(f"{reason} {n:,}" for reason, n in fallen.items()) or "none"
     samples = figures["samples"]
     longest_real = max(sample["longest_real"] for sample in samples)

@@ -133,7 +133,7 @@ def merge(work: Path) -> dict[str, int]:
     counts: Counter[str] = Counter()
     stories: dict[tuple[str, ...], str] = {}
     for part in sorted(work.glob("sampled-*.json")):
-        counts.update(json.loads(part.read_text("utf-8")))
+        counts.update(json.loads(part.read_text("utf-8")) | {"workers": 1})
         for story in read_stories(part.with_suffix(".jsonl")):
             stories.setdefault(tuple(words_of(story)), story)
     if not stories:
