@@ -31,6 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{name}-seconds", type=float, default=seconds, metavar="S", help="its budget (default: %(default)s)")
     defaults = sample.Sampling()
     add("--workers", type=int, default=defaults.workers, help="processes that sample (default: %(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=defaults.temperature,
+        help="of the stories that the teacher writes (default: %(default)s)",
+    )
     add("--rows", type=int, default=defaults.rows, help="stories at once in each of them (default: %(default)s)")
     return parser
 
@@ -103,7 +109,9 @@ def main(arguments: list[str] | None = None) -> None:
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     journal = Journal(work, out)
-    sampling = sample.Sampling(workers=options.workers, rows=options.rows, device=options.device)
+    sampling = sample.Sampling(
+        workers=options.workers, rows=options.rows, temperature=options.temperature, device=options.device
+    )
     seconds = {name: getattr(options, f"{name}_seconds") for name in ("teacher", "sample", "train", "evaluate")}
     journal.stage("split", work / "held_out.jsonl", lambda: split.run(options.corpus, work))
     journal.stage(

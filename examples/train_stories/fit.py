@@ -12,8 +12,9 @@ kept, so a run that learned its text by heart towards the end costs time and no 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -63,46 +64,48 @@ def fit(
         seconds: wall clock for all of it, compiling and validation included; at least one step is made.
     Returns: their validation loss, in nats per byte of text.
     """
-    started = time.perf_counter()
+    deadline = time.perf_counter() + seconds
     device = next(model.parameters()).device
-    stories = stories.to(device)
     held = pack(validation.to(device), range(len(validation.lengths)), recipe.block)
     optimizer = _optimizer(model, recipe)
     step_loss = _compiled_step() if recipe.compile and device.type == "cuda" else summed_nll
-    best, best_loss = {}, float("inf")
-    step, epoch, done, progress, next_validation, began = 0, 0, 0.0, 0.0, 0.0, started
-    while progress < 1:
-        blocks = pack(stories, epoch_order(copies, seed=epoch), recipe.block)
-        batch = min(recipe.batch, len(blocks))
-        batches = blocks[: len(blocks) // batch * batch].split(batch)  # all of one shape: compiled once
-        for index, rows in enumerate(batches):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(progress, step, recipe)
-            loss = _train_step(model, step_loss, rows, optimizer)
-            if step == 0:
-                loss.item()
-                began = time.perf_counter()  # what was before is compiling
-            done = epoch + (index + 1) / len(batches)
-            left = seconds - (began - started)
-            progress = max(done / recipe.epochs, (time.perf_counter() - began) / max(left, 1e-9))
-            entry: dict[str, object] = {"step": step, "epoch": round(done, 3), "progress": round(progress, 4)}
-            if progress >= min(next_validation, 1.0):
-                next_validation = progress + 1 / VALIDATIONS
-                loss_now = validate(model, held, validation.num_bytes, recipe.batch)
-                entry["validation"] = loss_now
-                if loss_now < best_loss:
-                    best_loss = loss_now
-                    best = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-            if step % LOG_EVERY == 0 or "validation" in entry:
-                log(entry | {"seconds": round(time.perf_counter() - started, 2), "loss": loss.item()})
-            step += 1
-            if progress >= 1:
-                break
-        epoch += 1
-    if best:
-        model.load_state_dict(best)
+    best, best_loss = dict[str, Tensor](), float("inf")
+    progress = next_validation = began = 0.0
+    for step, (epochs, rows) in enumerate(_batches(stories.to(device), copies, recipe)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(progress, step, recipe)
+        loss = _train_step(model, step_loss, rows, optimizer)
+        if step == 0:
+            loss.item()  # waits for the device: what was until now is compiling, and no progress
+            began = time.perf_counter()
+        now = time.perf_counter()
+        progress = 1.0 if now >= deadline else max(epochs / recipe.epochs, (now - began) / (deadline - began))
+        entry: dict[str, object] = {"step": step, "epoch": round(epochs, 3), "progress": round(progress, 4)}
+        if progress >= min(next_validation, 1.0):
+            next_validation = progress + 1 / VALIDATIONS
+            entry["validation"] = loss_now = validate(model, held, validation.num_bytes, recipe.batch)
+            if loss_now < best_loss:
+                best_loss = loss_now
+                best = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        if step % LOG_EVERY == 0 or "validation" in entry:
+            log(entry | {"left": round(deadline - time.perf_counter(), 2), "loss": loss.item()})
+        if progress >= 1:
+            break
+    if not best:
+        raise RuntimeError("the loss on the validation stories was never finite: lower the learning rate")
+    model.load_state_dict(best)
     model.eval()
     return best_loss
+
+
+def _batches(stories: Tokens, copies: Sequence[int], recipe: Recipe) -> Iterator[tuple[float, Tensor]]:
+    """Batches without end, all of one shape, and the epochs that are over with each. Every epoch has a new order."""
+    for epoch in itertools.count():
+        blocks = pack(stories, epoch_order(copies, seed=epoch), recipe.block)
+        size = min(recipe.batch, len(blocks))
+        batches = blocks[: len(blocks) // size * size].split(size)
+        for index, rows in enumerate(batches):
+            yield epoch + (index + 1) / len(batches), rows
 
 
 @torch.no_grad()
