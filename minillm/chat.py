@@ -28,6 +28,7 @@ from .command import (
     write,
 )
 from .errors import MinillmError, RequestError, TokenizerError
+from .hub import default_model
 from .reply import Reply, StatsLine
 
 if TYPE_CHECKING:
@@ -179,11 +180,11 @@ def converse(chat: Chat, interactive: bool) -> None:
 def chat(arguments: Sequence[str] | None) -> int:
     parser = Parser("minillm.chat", "Talk with a model. Type /help there for the commands.")
     parser.add_argument("--system", metavar="TEXT", help="system message (default: what the model's template says)")
-    add_options(parser, max_tokens=1024)
+    add_options(parser, max_tokens=1024, default_model=f"{default_model(chat=True)}, fetched once")
     options = parser.parse_args(arguments)
     params = sampling_params(options)
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
-    with load_llm(options) as llm:
+    with load_llm(options, chat=True) as llm:
         conversation = Chat(llm, params, options.system, StatsLine(llm) if options.stats else None)
         if interactive:
             with suppress(ImportError):  # gives input() a history and line editing, where there is one

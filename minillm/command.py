@@ -46,17 +46,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"error: {message} (--help lists the options)\n")
 
 
-def add_options(parser: Parser, max_tokens: int) -> None:
-    """The options of the model, of sampling, and of what is shown."""
-    from .hub import DEFAULT_MODEL
+def add_options(parser: Parser, max_tokens: int, default_model: str) -> None:
+    """The options of the model, of sampling, and of what is shown. default_model: which one `load_llm` will take."""
 
     model = parser.add_argument_group("model")
     add = model.add_argument
     add(
         "--model",
         metavar="MODEL",
-        help="directory in the Hugging Face layout, .gguf file, or hub id org/name "
-        f"(default: {DEFAULT_MODEL}, fetched once)",
+        help=f"directory in the Hugging Face layout, .gguf file, or hub id org/name (default: {default_model})",
     )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: auto, the GPU if there is one)")
     add(
@@ -148,13 +146,18 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     )
 
 
-def load_llm(options: argparse.Namespace) -> LLM:
-    """The model of the options, for one request at a time. What a library prints meanwhile goes to stderr."""
+def load_llm(options: argparse.Namespace, chat: bool = False) -> LLM:
+    """The model of the options, for one request at a time. What a library prints meanwhile goes to stderr.
+
+    chat: without `--model`, take one that has learned to chat.
+    """
+    from .hub import INSTRUCT_MODEL
+
     with redirect_stdout(sys.stderr):
         with on_interrupt(_end_now):
             from .llm import LLM
         return LLM(
-            options.model,
+            INSTRUCT_MODEL if chat and options.model is None else options.model,
             device=options.device,
             dtype=options.dtype,
             max_batch_size=1,

@@ -28,6 +28,7 @@ from .command import (
     write,
 )
 from .errors import RequestError
+from .hub import default_model
 from .reply import Reply, StatsLine
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def build_parser() -> Parser:
         help="instead of streaming, write one JSON object at the end: model, text, token_ids, prompt_token_ids, "
         "finish_reason (null if Ctrl-C ended it), stats, sampling, device, dtype (default: off)",
     )
-    add_options(parser, max_tokens=256)
+    add_options(parser, max_tokens=256, default_model=f"{default_model()}; with --chat {default_model(chat=True)}")
     return parser
 
 
@@ -77,13 +78,16 @@ def read_prompt(parser: Parser, options: argparse.Namespace) -> str:
     return text.removesuffix("\n").removesuffix("\r") or text
 
 
+def is_chat(options: argparse.Namespace) -> bool:
+    """Whether the prompt goes through the model's chat template."""
+    return options.chat or options.system is not None
+
+
 def as_json(options: argparse.Namespace, llm: "LLM", params: "SamplingParams", reply: Reply) -> str:
     """The object of --json, on one line, in ASCII, so that no terminal's encoding can break it."""
-    from .hub import DEFAULT_MODEL
-
     return json.dumps(
         {
-            "model": options.model or DEFAULT_MODEL,
+            "model": default_model(is_chat(options)) if options.model is None else options.model,
             "text": reply.text,
             "token_ids": reply.token_ids,
             "prompt_token_ids": reply.prompt_token_ids,
@@ -103,8 +107,8 @@ def generate(arguments: Sequence[str] | None) -> int:
     params = sampling_params(options)
     if options.json and params.seed is None:  # so that the object says how to make the same text again
         params = replace(params, seed=secrets.randbits(32))
-    with load_llm(options) as llm:
-        if options.chat or options.system is not None:
+    with load_llm(options, is_chat(options)) as llm:
+        if is_chat(options):
             system = [] if options.system is None else [{"role": "system", "content": options.system}]
             ids = llm.tokenizer.apply_chat_template([*system, {"role": "user", "content": prompt}])
         else:

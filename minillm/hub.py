@@ -1,8 +1,8 @@
 """What a person calls a model -> a directory with config.json, safetensors and a tokenizer.
 
 `--model` and `LLM(...)` take a directory, a GGUF file, a name that download.py knows, an id on the Hugging Face hub, or
-nothing. A directory is used as it is. Everything else is turned into a directory once, with a line on stderr that says
-so, and found again the next time.
+nothing, which is the small model that comes with minillm. A directory is used as it is. Everything else is turned into
+a directory once, with a line on stderr that says so, and found again the next time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .convert import convert_gguf
 from .download import DOWNLOADS, download, weights_dir
 from .errors import CheckpointError, MinillmError
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
+BUNDLED_MODEL = "stories"
+INSTRUCT_MODEL = "smollm2-135m-instruct"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 # Never *.bin or *.pth: they are pickles, which run code when they are read, and minillm does not read them.
 HUB_FILES = [
@@ -34,15 +35,34 @@ HUB_FILES = [
 ]
 
 
+def bundled_model() -> Path | None:
+    """The directory of the model that comes with minillm, None if it was left out.
+
+    A source checkout has it in `weights/stories`, whatever `$MINILLM_WEIGHTS` says; a wheel has it beside this file.
+    """
+    package = Path(__file__).resolve().parent
+    for directory in (package / BUNDLED_MODEL, package.parent / "weights" / BUNDLED_MODEL):
+        if (directory / "config.json").is_file():
+            return directory
+    return None
+
+
+def default_model(chat: bool = False) -> str:
+    """The name of the model that is taken where none is given. The bundled one has not learned to chat."""
+    return INSTRUCT_MODEL if chat or bundled_model() is None else BUNDLED_MODEL
+
+
 def resolve_model(model: str | os.PathLike[str] | None) -> Path:
     """The directory of `model`, made first where that is needed.
 
-    model: an existing directory; a `.gguf` file; a name in `DOWNLOADS`; a hub id `org/name`; None: the default model.
-    A directory of that name wins over a download or a hub id. Raises CheckpointError in one sentence for everything
-    that is none of these or cannot be fetched, and what `convert_gguf` raises for a GGUF file.
+    model: an existing directory; a `.gguf` file; "stories"; a name in `DOWNLOADS`; a hub id `org/name`; None: the
+    bundled model, or SmolLM2 where that was left out. A directory of that name wins over every other meaning. Raises
+    CheckpointError in one sentence for everything that is none of these or cannot be fetched, and what `convert_gguf`
+    raises for a GGUF file.
     """
+    bundled = bundled_model()
     if model is None:
-        return _known(DEFAULT_MODEL)
+        return bundled or _known(INSTRUCT_MODEL)
     if not isinstance(model, (str, os.PathLike)):
         raise CheckpointError(f"a model is named by a path or a hub id, not by {type(model).__name__}")
     name = os.path.expanduser(os.fspath(model))  # leaves the ~ of an unknown user as it is
@@ -53,12 +73,15 @@ def resolve_model(model: str | os.PathLike[str] | None) -> Path:
         if path.suffix.lower() == ".gguf":
             return _converted(path)
         raise CheckpointError(f"{path}: a file; give the directory that holds config.json, or a .gguf file")
+    if name.lower() == BUNDLED_MODEL and bundled is not None:
+        return bundled
     if name.lower() in DOWNLOADS:
         return _known(name.lower())
     if HUB_ID.fullmatch(name) and path.suffix.lower() != ".gguf":
         return _from_hub(name)
+    names = ", ".join([*([] if bundled is None else [BUNDLED_MODEL]), *DOWNLOADS])
     raise CheckpointError(
-        f"{name!r}: no such directory or file; a model can also be a hub id (org/name) or one of {', '.join(DOWNLOADS)}"
+        f"{name!r}: no such directory or file; a model can also be a hub id (org/name) or one of {names}"
     )
 
 

@@ -15,6 +15,7 @@ from tiny import make_tiny_model
 
 from minillm import LLM, Chunk, SamplingParams, Stats, generate
 from minillm.command import Parser, add_options
+from minillm.errors import CheckpointError
 from minillm.reply import StatsLine
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
@@ -38,6 +39,30 @@ def command(capsys: pytest.CaptureFixture[str], model: Path, *arguments: str) ->
 # ---------------------------------------------------------------------- options and prompts
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], None),
+        (["--chat"], "smollm2-135m-instruct"),
+        (["--system", "Be brief."], "smollm2-135m-instruct"),
+        (["--chat", "--model", "mine"], "mine"),
+    ],
+)
+def test_a_chat_without_a_model_takes_one_that_can(
+    options: list[str], wanted: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default of plain prompts, a story model, has no chat template."""
+    asked = []
+
+    def load(model: str | None, **_: object) -> None:
+        asked.append(model)
+        raise CheckpointError("not loaded")
+
+    monkeypatch.setattr("minillm.llm.LLM", load)
+    assert generate.main(["hello", *options]) == 2
+    assert asked == [wanted]
+
+
 def test_help_and_wrong_options_do_not_wait_for_torch() -> None:
     code = """if True:
         import sys
@@ -53,7 +78,7 @@ def test_help_and_wrong_options_do_not_wait_for_torch() -> None:
 
 def test_every_option_is_explained_with_its_default() -> None:
     talk = Parser("minillm.chat", "")
-    add_options(talk, max_tokens=1)
+    add_options(talk, max_tokens=1, default_model="any")
     for parser in (generate.build_parser(), talk):
         for action in parser._actions:
             if action.dest not in ("help", "version", "prompt"):

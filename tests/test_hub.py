@@ -76,8 +76,29 @@ def test_a_bad_gguf_file(tmp_path, weights):
     assert not weights.exists()
 
 
+@pytest.mark.parametrize("place", ["minillm/stories", "weights/stories"])
+def test_the_model_that_comes_with_minillm(tmp_path, monkeypatch, place):
+    """In a wheel, and in a checkout; where `weights` says that other models are does not matter."""
+    monkeypatch.setattr(hub, "__file__", str(tmp_path / "home" / "minillm" / "hub.py"))
+    directory = tmp_path / "home" / place
+    directory.mkdir(parents=True)
+    assert hub.bundled_model() is None  # its card alone is no model
+    with pytest.raises(CheckpointError, match=r"one of smollm2"):
+        resolve_model("stories")
+    assert hub.default_model() == hub.default_model(chat=True) == "smollm2-135m-instruct"
+    (directory / "config.json").touch()
+    assert resolve_model(None) == resolve_model("stories") == resolve_model("Stories") == directory
+    assert hub.default_model() == "stories"
+    assert hub.default_model(chat=True) == "smollm2-135m-instruct"  # the story model has no chat template
+    with pytest.raises(CheckpointError, match=r"one of stories, smollm2"):
+        resolve_model("storeys")
+    (tmp_path / "stories").mkdir()
+    assert resolve_model("stories") == Path("stories")  # a directory of that name wins
+
+
 @pytest.mark.parametrize("model", [None, "smollm2-135m-instruct", "SmolLM2-135M-Instruct"])
 def test_the_default_and_known_names_are_fetched_once(weights, monkeypatch, model, capsys):
+    monkeypatch.setattr(hub, "bundled_model", lambda: None)
     target = weights / "SmolLM2-135M-Instruct"
     fetched = []
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,6 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """Whole numbers of at least 1, as in 1,2,4; each once."""
     return list(dict.fromkeys(positive(part) for part in text.split(",")))
-
-
-def peer_names(text: str, known: Sequence[str] = PEERS) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in (*known, "auto")]:
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(known)} and auto, not {unknown[0]!r}")
-    return names
 
 
 def whole(text: str) -> int:
@@ -140,7 +132,7 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=positive, default=20, metavar="N", help="prefills of each mode (default: %(default)s)")
     add(
         "--peers",
-        type=partial(peer_names, known=PEERS[:1]),
+        type=some_of(*PEERS[:1], "auto"),
         default=["auto"],
         metavar="LIST",
         help="transformers beside it: eager (default: auto: if it is installed)",
