@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_programs import ENVIRONMENT, FOLDER, load, run, serving
 from tiny import make_tiny_model
 
-from examples import ENVIRONMENT, FOLDER, load, run, serving
 from minillm import LLM, SamplingParams
 
 openai = pytest.importorskip("openai")

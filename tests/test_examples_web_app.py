@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_programs import load, run, serving
 from tiny import make_tiny_model
 
-from examples import load, run, serving
 from minillm import LLM, SamplingParams
 
 JSON = {"Content-Type": "application/json"}

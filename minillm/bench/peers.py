@@ -70,7 +70,7 @@ class Transformers:
     @torch.inference_mode()
     def prefill(self, ids: Tensor) -> Tensor:
         """A forward pass over ids int64 [T] that fills a cache of its own: logits of the last token, [1, vocab]."""
-        return self._model(input_ids=ids[None], use_cache=True, logits_to_keep=1).logits[0]
+        return self.model(input_ids=ids[None], use_cache=True, logits_to_keep=1).logits[0]
 
     def generate(self, prompts: Prompts, new_tokens: int, streamer: "TokenClock", **options: Any) -> None:
         ids = torch.tensor(prompts, device=self._device)
