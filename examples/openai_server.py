@@ -30,7 +30,7 @@ from http_events import Handler, Json, Refused, Server, merged
 from minillm import LLM, Chunk, Completion, MinillmError, SamplingParams
 from minillm.errors import QueueFullError, RequestError, TokenizerError
 from minillm.handle import Handle
-from minillm.hub import DEFAULT_MODEL
+from minillm.hub import default_model
 from minillm.tokenizer import Detokenizer
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -223,10 +223,11 @@ def main() -> None:
     add("--api-key", metavar="KEY", help="what clients must send (default: anybody may ask)")
     add("--rows", type=int, default=32, metavar="N", help="answers at the same time, more wait (default: %(default)s)")
     options = parser.parse_args()
-    name = Path(options.model or DEFAULT_MODEL).name
+    model = options.model or default_model(chat=True)
+    name = Path(model).name
     try:
         with (
-            LLM(options.model, max_batch_size=options.rows, progress=sys.stderr.isatty()) as llm,
+            LLM(model, max_batch_size=options.rows, progress=sys.stderr.isatty()) as llm,
             ApiServer((options.host, options.port), llm, name, options.api_key) as server,
         ):
             print(f"{name} at http://{options.host}:{server.server_port}/v1", flush=True)

@@ -19,6 +19,7 @@ from http_events import Handler, Json, Refused, Server
 
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.errors import RequestError, TokenizerError
+from minillm.hub import default_model
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>minillm</title>
@@ -117,7 +118,7 @@ def main() -> None:
     options, params = parser.parse_args(), SamplingParams(max_tokens=1024, temperature=0.7, top_p=0.95)
     try:
         with (
-            LLM(options.model, progress=sys.stderr.isatty()) as llm,
+            LLM(options.model or default_model(chat=True), progress=sys.stderr.isatty()) as llm,
             WebApp((options.host, options.port), llm, params) as app,
         ):
             print(f"http://{options.host}:{app.server_port}")

@@ -110,7 +110,7 @@ def test_needed_flops_equal_what_pytorch_counts_in_transformers(prompt: int) -> 
     """Its own counter, on its own attention, which computes the hidden half of the scores too: that is taken off."""
     subject = tiny()
     model = Transformers(subject, SamplingParams(temperature=0))
-    model._model.set_attn_implementation("eager")
+    model.model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model.prefill(torch.arange(prompt))
     config = subject.config
@@ -135,7 +135,7 @@ def test_chunks_give_the_logits_of_the_whole() -> None:
 def test_transformers_fills_a_cache_and_projects_the_last_token_only() -> None:
     model = Transformers(tiny(), SamplingParams(temperature=0))
     seen: list[tuple[dict, object]] = []
-    model._model.register_forward_hook(lambda _, args, kwargs, out: seen.append((kwargs, out)), with_kwargs=True)
+    model.model.register_forward_hook(lambda _, args, kwargs, out: seen.append((kwargs, out)), with_kwargs=True)
     logits = model.prefill(torch.arange(7))
     assert logits.shape == (1, 256)
     assert seen[0][1].logits.shape == (1, 1, 256)  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ TILES: dict[tuple[int, ...], tuple[int, ...]] = {
 ATTENTION: dict[tuple[int, ...], tuple[int, ...]] = {
     # (query heads, kv heads, head_dim, rows): (splits, tokens a tile, warps)
     (32, 8, 64, 1): (8, 128, 4),
-    (32, 8, 64, 8): (2, 128, 4),
-    (32, 8, 64, 32): (2, 64, 4),
+    (32, 8, 64, 8): (1, 128, 4),
+    (32, 8, 64, 32): (1, 32, 2),
     (32, 8, 128, 1): (16, 64, 4),
 }
