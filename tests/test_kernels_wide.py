@@ -1,4 +1,4 @@
-"""The products for 5 to 32 rows compile for Hopper to the instructions that their speed depends on."""
+"""The products for 3 to 32 rows compile for Hopper to the instructions that their speed depends on."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Products of a weight matrix with 5 to 32 rows of activations: the same kernels as in `gemv.py`, on tensor cores.
+"""Products of a weight matrix with 3 to 32 rows of activations: the same kernels as in `gemv.py`, on tensor cores.
 
-From about five rows on, plain products would take longer than reading the weights. Tensor cores multiply 16 rows of
+From about three rows on, plain products take longer than reading the weights. Tensor cores multiply 16 rows of
 weights by 8, 16 or 32 rows of activations, of which the spare ones are zero. Reading the weights is still what takes
 the time. They travel through shared memory (`cp.async`), several tiles ahead of the product.
 
@@ -21,6 +21,10 @@ product back to size in float32.
 A matrix of few rows may also be cut along K into `PARTS`, so that there are programs for the whole GPU and yet each has
 many rows, because every program reads the activations. The parts meet in memory, and the last to arrive (`sync.py`)
 adds them, in a fixed order.
+
+Tried and not kept: asking the L2 cache for weights ahead of their kernel, from the kernel itself (no gain) or from
+attention, while the memory has little to do (3 to 8 % slower); pipelining the activations in registers for more than
+eight rows (spills).
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The projections, and their product for 1 to 4 rows of activations: four fifths and more of a decode step's time.
+"""The projections, and their product for one or two rows of activations: four fifths and more of a decode step's time.
 
 With so few rows every weight is used once or a few times, so the product is as fast as the weights can be read, and
 no faster. The shape of these kernels follows from that:
@@ -14,7 +14,8 @@ no faster. The shape of these kernels follows from that:
   the cache after q, k, v; SiLU(gate) * up; the residual addition.
 
 Names: M rows of activations, of which n are real; N rows and K columns of the matrix. Rows beyond n or N are clamped to
-the last one, computed again, and not stored. The same kernels serve 5 to 32 rows, with the product of `gemm.py`.
+the last one, computed again, and not stored. The same kernels serve 3 to 32 rows, with the product of
+`gemm.py`. (They take up to 4 rows the plain way; `launch.PLAIN_ROWS` says how many are faster so.)
 """
 
 import triton
