@@ -123,10 +123,10 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
-def tiles(columns: int, size: int, m: int) -> list[Shape]:
+def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
     """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps).
 
-    Tensor cores: tiles of 4 to 32 KB. Matrices of few rows may be cut along their columns, too.
+    Tensor cores: tiles of 4 to 32 KB; the columns may be cut into parts, too, if not `whole`.
     Plain products: the four widths that waste least, 16 to 128 weights a thread, programs for every SM.
     """
     if m > 4:
@@ -141,10 +141,9 @@ def tiles(columns: int, size: int, m: int) -> list[Shape]:
             (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
             (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8),
         ]  # fmt: skip
-        few = size <= 6144
         return [
             shape
-            for shape in [*shapes, *(in_parts if few else [])]
+            for shape in [*shapes, *([] if whole else in_parts)]
             if -(-columns // shape[1]) * shape[1] <= 1.4 * columns
             and m * shape[1] <= 1024 * shape[2]  # else the activations need more registers than there are
             and (shape[0] == 16 or size * math.prod(shape[3:]) >= 60 * shape[0])
@@ -178,7 +177,7 @@ def trials(config: ModelConfig, rows: int) -> dict[str, list[Trial]]:
     """What is tried for a step of so many rows, in the order in which it is tried."""
     m = launch.row_bucket(rows)
     found = {
-        name: [(name, (columns, size, m), shape) for shape in tiles(columns, size, m)]
+        name: [(name, (columns, size, m), shape) for shape in tiles(columns, size, m, name in ("gate_up", "logits"))]
         for name, (columns, size) in matrices(config).items()
     }
     if rows == 1 or rows >= launch.LONG_ROWS:

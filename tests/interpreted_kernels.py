@@ -43,13 +43,24 @@ def fused(cfg, splits=launch.Splits(4, 16, 4), max_rows: int = 8) -> FusedOps:  
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "splits", lambda *_: splits)
         ops = FusedOps(cfg, max_rows, LENGTH, CPU)
-    for scratch in (ops.parts, ops.maxima, ops.sums, ops.peaks, ops.exponentials, ops.tops, ops.best, ops.squares):
+    for scratch in (
+        ops.parts,
+        ops.maxima,
+        ops.sums,
+        ops.peaks,
+        ops.exponentials,
+        ops.tops,
+        ops.best,
+        ops.squares,
+        ops.product_parts,
+    ):
         scratch.fill_(math.nan)
     return ops
 
 
 def assert_counters_reset(ops: FusedOps) -> None:
     assert not ops.head_counters.any()
+    assert not ops.block_counters.any()
     assert not ops.row_counters.any()
 
 
@@ -115,6 +126,24 @@ def test_columns_in_parts(columns: int, parts: int, biased: bool, monkeypatch: p
         assert not ops.block_counters.any()
 
 
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("columns", [64, 1152])
+def test_tensor_cores_from_three_rows_on(n: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU runs them, with the shapes of the rule.
+
+    Guards a fault: 1,152 columns are nine tiles, which the rule cuts into parts of three, three, three and none; the
+    last read what lies behind the matrix, and zero times that is NaN where that is.
+    """
+    monkeypatch.setattr(launch, "PLAIN_ROWS", 2)
+    memory = torch.full((64 * columns + 8192,), math.nan, dtype=FP16)
+    weight = memory[: 64 * columns].view(64, columns)
+    weight.copy_(cases.random(1, CPU, FP16, 64, columns, scale=columns**-0.5))
+    y, x = cases.random(3, CPU, FP16, n, columns), cases.random(4, CPU, FP16, n, 64)
+    with cases.poisoned_outputs():
+        got = fused(cases.config(hidden_size=64)).linear_residual(y, weight, None, x)
+    assert_close(got, cases.linear_residual(y, weight, None, x))
+
+
 @pytest.mark.parametrize("n", [6, 17])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_stream_that_is_prepared_for_its_norm(n: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +176,8 @@ def test_a_stream_that_is_prepared_for_its_norm(n: int, parts: int, monkeypatch:
         )
         other = x + 1
         check(ops.gate_up_silu(other, layer, EPS), cases.gate_up_silu(other, layer, EPS))
+        x = ops.linear_residual(y, layer.o, None, x, layer.input_norm)  # prepared, but for another norm
+        check(ops.gate_up_silu(x, layer, EPS), cases.gate_up_silu(x, layer, EPS))
 
 
 @pytest.mark.parametrize(("hidden", "n"), [(64, 16), (576, 6)])
@@ -299,6 +330,19 @@ def test_long_attention(heads: int, kv_heads: int, head_dim: int, positions: lis
         ops = fused(cfg, launch.Splits(2, 16, 4))
     got = attend(ops, q, kv, positions)
     want = cases.attention(q, kv, positions)
+    assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
+    assert_counters_reset(ops)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "number"), [(2, 1, 1), (3, 1, 2), (7, 1, 1), (4, 2, 4)])
+def test_attention_of_many_rows(heads: int, kv_heads: int, number: int) -> None:
+    """From 8 rows on, groups are read together at every length: one token, the borders of tiles and splits, all."""
+    cfg = cases.config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    positions = [0, 1, 15, 16, 17, 32, 63, 64, LENGTH - 1]
+    q = cases.random(1, CPU, FP16, len(positions), heads, cfg.head_dim)
+    kv = cases.poisoned_cache(2, CPU, FP16, len(positions), kv_heads, LENGTH + 1, cfg.head_dim, positions)
+    ops = fused(cfg, launch.Splits(number, 16, 4), max_rows=9)
+    got, want = attend(ops, q, kv, positions), cases.attention(q, kv, positions)
     assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
     assert_counters_reset(ops)
 

@@ -28,7 +28,8 @@ def begin_kernel(
     """Grid (blocks of a row of the embedding, rows); DP: D rounded up to a power of two.
 
     tokens, positions int64 [n], active bytes [n]; embed [vocab, hidden]; rope_table float32 [max_seq_len, D], cos and
-    sin in turn. Results: x [n, hidden], rope float32 [n, D], slots int64 [n].
+    sin in turn. Results: x [n, hidden], rope float32 [n, D], slots int64 [n]; with a gain [hidden], also scaled
+    [n, hidden] and squares float32 [blocks, M], as `gemm.write_stream` leaves them.
     """
     block, row = tl.program_id(0), tl.program_id(1)
     is_active = tl.load(active + row) != 0

@@ -38,10 +38,12 @@ CHUNK = 2048  # logits that one program looks through at the end of a step
 class Prepared(NamedTuple):
     """What the kernel that wrote a residual stream x left beside it for the norm that follows (`gemm.write_stream`).
 
-    scaled: [n, hidden], gain * x. squares: float32 [blocks, M], sums of x * x; M is the `row_bucket` of n.
+    gain: of that norm. scaled: [n, hidden], gain * x. squares: float32 [blocks, M], sums of x * x; M is the
+    `row_bucket` of n.
     """
 
     x: Tensor
+    gain: Tensor
     scaled: Tensor
     squares: Tensor
     blocks: int
@@ -200,13 +202,13 @@ class FusedOps:
         n = x.shape[0]
         if gain is None or x.dtype not in PREPARED or not launch.PLAIN_ROWS < n <= MAX_ROWS:
             return None, None, self.squares
-        self._prepared = Prepared(x, torch.empty_like(x), self.squares, blocks)
+        self._prepared = Prepared(x, gain, x.new_empty(n, x.shape[1]), self.squares, blocks)
         return gain, self._prepared.scaled, self.squares
 
     def _normed(self, x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
         """What a kernel multiplies in place of x to get norm(x), and its arguments gain, squares and blocks."""
         prepared = self._prepared
-        if prepared is None or prepared.x is not x:
+        if prepared is None or prepared.x is not x or prepared.gain is not gain:
             return x, gain, None, 1
         return prepared.scaled, None, prepared.squares, prepared.blocks
 

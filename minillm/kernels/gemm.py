@@ -51,7 +51,7 @@ def dot_rows_wide(
     PARTS: how many programs share the columns, along axis 1 of the grid.
     """
     FIT: tl.constexpr = ROOM // (BN * BK * 2)
-    STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # one of them is the tile in use, and has no memory of its own
+    STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # the tile in use may have no memory of its own
     LENGTH: tl.constexpr = ((K + PARTS - 1) // PARTS + BK - 1) // BK * BK
     AHEAD: tl.constexpr = 3 if M == 8 else 1
     k = tl.arange(0, BK)
@@ -67,7 +67,7 @@ def dot_rows_wide(
     x1, x2 = x0, x0
     added = tl.zeros((M, BN), tl.float32)
     for start in tl.range(0, LENGTH, BK, num_stages=STAGES):
-        if K % LENGTH == 0:
+        if LENGTH * PARTS == K:
             wt = tl.load(wp + start, eviction_policy="evict_first")
         else:
             wt = tl.load(wp + start, mask=(start + k < K)[None, :], other=0.0, eviction_policy="evict_first")

@@ -11,15 +11,14 @@ from . import table
 LONG_FROM = 4096
 """From this length on, attention reads K and V once for all query heads that share them (`attention.py`)."""
 
+LONG_ROWS = 8
+"""With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
+
 PLAIN_ROWS = 2
 """Up to so many rows of activations, at most 4, plain products are faster than tensor cores."""
 
 PROGRAMS = 264
 """Cut a matrix finely enough for so many programs: two for each of the 132 SMs of an H100 or H200."""
-
-
-LONG_ROWS = 8
-"""With this many rows it does so at every length: there are programs enough, and reading K and V is what takes time."""
 
 NEVER = 2**31 - 1
 """A length that no row has."""
