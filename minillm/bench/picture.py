@@ -79,7 +79,16 @@ def draw(panels: Sequence[Panel], output: Path) -> None:
     grid[-1, 0].set_xlabel("milliseconds a decode step, median", fontsize=9)
     caption = dict.fromkeys(panel.circumstances for panel in panels)  # each once
     figure.supxlabel("\n".join(caption), fontsize=8, color="#555555")
-    write_file(output, lambda: figure.savefig(output, dpi=150, pil_kwargs={"optimize": True}))
+    about = {"Description": in_words(panels)}
+    write_file(output, lambda: figure.savefig(output, dpi=150, metadata=about, pil_kwargs={"optimize": True}))
+
+
+def in_words(panels: Sequence[Panel]) -> str:
+    """What the picture shows, as a text, which the file carries: for whoever cannot see it, and for a test."""
+    return "\n".join(
+        f"{title}: {', '.join(f'{name} {value:#.3g} ms' for name, _, value in bars)} ({circumstances})"
+        for title, bars, circumstances in panels
+    )
 
 
 def _milliseconds(value: Any) -> float:
