@@ -210,7 +210,7 @@ def _add_picture(benches: "argparse._SubParsersAction[Parser]") -> None:
     text = "decode results as one picture: eager, one graph, fused kernels, and the floor, for each model"
     add = benches.add_parser("picture", description=text[0].upper() + text[1:] + ".", help=text).add_argument
     add("results", nargs="+", type=Path, metavar="RESULT.json", help="what `decode --json` wrote, a panel each")
-    add("--output", type=Path, required=True, metavar="FILE.png", help="where it goes (needs matplotlib, the extra `plot`)")
+    add("--output", type=Path, required=True, metavar="FILE.png", help="the picture (needs matplotlib, extra `plot`)")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
