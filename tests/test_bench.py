@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|prefill|serve|traffic|pool",)),
+        ([], ("decode|prefill|serve|traffic|pool|picture",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),

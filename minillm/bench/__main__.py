@@ -1,4 +1,4 @@
-"""The command line, `python -m minillm.bench decode|prefill|serve|traffic|pool`; the package says what they measure."""
+"""The command line, `python -m minillm.bench decode|...|picture`; the package says what each command does."""
 
 import argparse
 import json
@@ -68,7 +68,7 @@ def some_of(*names: str) -> Callable[[str], list[str]]:
 
 def build_parser() -> Parser:
     parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, traffic, or the memory of the graphs.")
-    names = "decode|prefill|serve|traffic|pool"
+    names = "decode|prefill|serve|traffic|pool|picture"
     benches = parser.add_subparsers(dest="bench", required=True, metavar=names, prog="minillm.bench")
     about = {
         "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
@@ -85,6 +85,7 @@ def build_parser() -> Parser:
             "pool": _add_pool,
         }[name]  # fmt: skip
         add_options(bench)
+    _add_picture(benches)
     return parser
 
 
@@ -205,6 +206,13 @@ def _add_pool(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # measure this one alone, in this process
 
 
+def _add_picture(benches: "argparse._SubParsersAction[Parser]") -> None:
+    text = "decode results as one picture: eager, one graph, fused kernels, and the floor, for each model"
+    add = benches.add_parser("picture", description=text[0].upper() + text[1:] + ".", help=text).add_argument
+    add("results", nargs="+", type=Path, metavar="RESULT.json", help="what `decode --json` wrote, a panel each")
+    add("--output", type=Path, required=True, metavar="FILE.png", help="the picture (needs matplotlib, extra `plot`)")
+
+
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-batch", type=positive, default=32, metavar="N", help="largest batch (default: %(default)s)")
@@ -218,6 +226,11 @@ def _add_temperature(parser: argparse.ArgumentParser) -> None:
 
 def bench(arguments: Sequence[str]) -> int:
     options = build_parser().parse_args(arguments)
+    if options.bench == "picture":
+        from .picture import picture
+
+        picture(options.results, options.output)
+        return 0
 
     import torch
 

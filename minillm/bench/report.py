@@ -73,7 +73,7 @@ class Report:
             f"{json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in (head | {"notes": self.notes}).items()
         ]
         lines.append('"rows": [\n' + ",\n".join(json.dumps(_rounded(row)) for row in rows) + "\n]")
-        _write(path, lambda: path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8"))
+        write_file(path, lambda: path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8"))
 
     def plot(self, path: Path) -> None:
         """Horizontal bars, one a row."""
@@ -91,7 +91,7 @@ class Report:
         axes.set_xlabel(unit)
         figure.suptitle(f"{self.bench}: {self.about['model']}\n{self.about['machine']}", fontsize=9)
         axes.legend()
-        _write(path, lambda: figure.savefig(path, dpi=150))
+        write_file(path, lambda: figure.savefig(path, dpi=150))
 
 
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
@@ -123,19 +123,30 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Find out before the measurement, and not after it, that its results cannot be written. Raises: ConfigError."""
-    for path in (json_path, plot_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+    if json_path is not None:
+        _check_folder(json_path)
     if plot_path is not None:
-        if plot_path.suffix.lower() != ".png":
-            raise ConfigError(f"--plot writes a PNG image, and {plot_path} does not end in .png")
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise ConfigError("--plot needs matplotlib: pip install 'minillm[plot]'") from error
+        check_plot(plot_path, "--plot")
 
 
-def _write(path: Path, write: Callable[[], object]) -> None:
+def check_plot(path: Path, option: str) -> None:
+    """Whether a picture can be drawn and written there, as `option` asks for. Raises: ConfigError."""
+    _check_folder(path)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"{option} writes a PNG image, and {path} does not end in .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{option} needs matplotlib: pip install 'minillm[plot]'") from error
+
+
+def _check_folder(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+
+
+def write_file(path: Path, write: Callable[[], object]) -> None:
+    """Have a file written. Raises: ConfigError if the system refuses."""
     try:
         write()
     except OSError as error:
