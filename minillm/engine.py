@@ -11,6 +11,7 @@ row is padding until the whole prompt is in the cache.
 Nothing here is safe for threads: one thread at a time may use an engine. `service.py` gives it a thread of its own.
 """
 
+import logging
 import struct
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -112,8 +113,10 @@ class Engine:
 
     def shut_down(self, error: Exception) -> None:
         """End every open request with the error, and let go of the graphs before the memory that they point at."""
-        self._fail_all(error)
-        self.runner.close()
+        try:
+            self._fail_all(error)
+        finally:
+            self.runner.close()
 
     # ------------------------------------------------------------------ prompts
 
@@ -219,8 +222,8 @@ class Engine:
         try:
             if request.on_token(token_id, logprob, reason):
                 reason = "stop"
-        except Exception as fault:  # a fault of one request ends that request alone
-            error = fault
+        except BaseException as fault:  # a fault of one request ends that request alone, a sys.exit in it too
+            error = fault if isinstance(fault, Exception) else _plain(fault)
         if reason is not None or error is not None:
             self._release(row, request, reason, error, running)
 
@@ -238,7 +241,10 @@ class Engine:
 
     def _end(self, request: Request, reason: str | None = None, error: BaseException | None = None) -> None:
         request.finish_reason, request.error = (reason, None) if error is None else (None, error)
-        request.on_done()
+        try:
+            request.on_done()
+        except BaseException:  # others are still to be told of their end
+            logging.getLogger(__name__).exception("the end of a request could not be told")
 
     def _release(
         self,
@@ -289,6 +295,13 @@ class _Entered:
     def __exit__(self, *exc: object) -> None:
         self._engine._entered = False
         self._stream.__exit__(None, None, None)
+
+
+def _plain(fault: BaseException) -> MinillmError:
+    """What whoever waits may catch, of a fault that would end his thread."""
+    plain = MinillmError(f"the request's own code ended with {type(fault).__name__}: {fault}")
+    plain.__cause__ = fault
+    return plain
 
 
 def _told(error: BaseException) -> MinillmError:

@@ -137,13 +137,15 @@ class Service:
         self._thread = thread
 
     def _run(self, engine: Engine) -> None:
-        with engine.on_stream():
-            while self._take(engine):
-                with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
-                    engine.step()
-                if self._feeders or self._on_room:
+        try:
+            with engine.on_stream():
+                while self._take(engine):
+                    with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
+                        engine.step()
                     self._tell_of_room(engine)
-        self._shut_down()
+        finally:  # whatever ends it: those who wait must learn that nobody works for them any more
+            self.stop()
+            self._shut_down()
 
     def _take(self, engine: Engine) -> bool:
         """Hand the inbox to the engine; sleep while there is nothing to do. Returns False if it is time to end."""
@@ -159,9 +161,14 @@ class Service:
         return not self._closing
 
     def _tell_of_room(self, engine: Engine) -> None:
+        # under the lock: one who has looked for room, and not yet said that he waits, holds it
         with self._work:
-            if not self._has_room(engine, waits=True):
-                return
+            wanted = (self._feeders or self._on_room) and self._has_room(engine, waits=True)
+        if wanted:
+            self._wake_feeders()
+
+    def _wake_feeders(self) -> None:
+        with self._work:
             self._room.notify_all()
             callbacks, self._on_room = self._on_room, []
         for callback in callbacks:
@@ -175,7 +182,7 @@ class Service:
         atexit.unregister(self.close)
         while self._new:
             engine.submit(self._new.popleft())
-        engine.shut_down(MinillmError(CLOSED))
-        callbacks, self._on_room = self._on_room, []
-        for callback in callbacks:
-            callback()
+        try:
+            engine.shut_down(MinillmError(CLOSED))
+        finally:
+            self._wake_feeders()
