@@ -133,8 +133,7 @@ class Engine:
             try:
                 self._read(row, request, count)
             except Exception as error:  # the others were not touched; a device that is lost ends them at their step
-                self.memory.forget(row)
-                request.enqueued = 0
+                request.sound = request.enqueued = 0
                 self._release(row, request, error=error, running=True)
             read += count
             if read >= budget:
@@ -153,20 +152,30 @@ class Engine:
             if request.scores is not None:
                 row = self.memory.take_oldest(free)
             else:
-                row, request.cached = self.memory.place(request.prompt_token_ids, free)
+                row, request.cached = self._place(request.prompt_token_ids, free)
             request.prefilled = request.cached
+            # what was copied from a row whose first logits are still under way may be NaN
+            request.sound = 0 if any(r is not None and not r.token_ids for r in self.rows) else request.cached
             self.waiting.popleft()
             self.rows[row], self._reading = request, (row, request)
             return True
         return False
+
+    def _place(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
+        """The row for a prompt, and how many tokens of it are there. To bring them there is no more than an attempt."""
+        try:
+            return self.memory.place(prompt, free)
+        except Exception:  # no memory for a copy; a device that is lost says so again when the prompt is read
+            self.memory.forget(free[0])
+            return free[0], 0
 
     def _read(self, row: int, request: Request, count: int) -> None:
         """Prefill the next `count` tokens of a prompt; after the last, enqueue the first token of the answer."""
         prompt, start = request.prompt_token_ids, request.prefilled
         ids = torch.tensor(prompt[start : start + count], dtype=torch.int64)
         ids = ids.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else ids.to(self.device)
+        request.prefilled += count  # before it is done: half of it may be
         logits = self.model.prefill(ids, row, start, self.cache, all_logits=request.scores is not None)
-        request.prefilled += count
         if request.scores is not None:
             request.scores.append(logits.cpu())
         else:
@@ -228,14 +237,13 @@ class Engine:
             self._release(row, request, reason, error, running)
 
     def _drop_broken(self, row: int, request: Request) -> None:
-        """End a request whose logits are no numbers. No NaN may stay in its row: masked attention reads 0 x NaN."""
+        """End a request whose logits are no numbers, and believe nothing that may have been copied from it."""
         said = (
             f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
             "the weights are broken, or overflow in this dtype (try dtype='float32')"
         )
         self._release(row, request, error=MinillmError(said))
         self.memory.forget_all()
-        self.cache.kv[:, :, row].zero_()
 
     # ------------------------------------------------------------------ ends
 
@@ -263,21 +271,30 @@ class Engine:
         self.rows[row] = None
         if self._reading is not None and self._reading[0] == row:
             self._reading = None
-        if request.enqueued:  # the last token that was delivered may not have been fed
-            self.memory.note(row, request.prompt_token_ids + request.token_ids[:-1])
+        self.memory.note(row, (request.prompt_token_ids + request.token_ids)[: request.sound_tokens])
         self._decoding = self._who_decodes()
         self._end(request, reason, error)
         if running:
             self.state.retire(row)
+        if running or error is not None or request.scores is not None:
+            self._wipe(row, request.sound_tokens, request.written_tokens)
+
+    def _wipe(self, row: int, start: int, end: int) -> None:
+        """Zero what no logits were seen of. A NaN must not stay: masked attention reads it too, as 0 x NaN."""
+        if start < end:
+            self.cache.kv[:, :, row, :, start:end].zero_()
 
     def _fail_all(self, error: BaseException) -> None:
-        lost = [request for request in [*self.rows, *self.waiting] if request is not None]
+        rows = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        lost = [*(request for _, request in rows), *self.waiting]
         self.waiting.clear()
         self._readback.tickets.clear()
         self.rows, self._reading, self._decoding = [None] * len(self.rows), None, Decoding([])
         self.memory.forget_all()
         with suppress(RuntimeError), self.on_stream():  # a device that has failed cannot be told
             self.state.active.zero_()
+            for row, request in rows:
+                self._wipe(row, 0, request.written_tokens + 1)  # a step may have failed before it was counted
         for request in lost:
             self._end(request, error=_told(error))
 

@@ -29,7 +29,7 @@ class Request:
         error: why it failed, if it did. cancelled: whether it was ended from outside.
         enqueued: tokens of the answer that the device was asked for, of which some may not be delivered yet.
         prefilled: tokens of the prompt whose K and V the device was asked for. cached: how many of them were there
-            already.
+            already. sound: how many of those have given finite logits to a request before.
         scores: for a request that asks for the logits of its prompt and no answer: float32 [T, vocab] of each chunk,
             on the CPU.
     """
@@ -48,6 +48,7 @@ class Request:
     enqueued: int = 0
     prefilled: int = 0
     cached: int = 0
+    sound: int = 0
     scores: list[Tensor] | None = None
 
     @classmethod
@@ -69,3 +70,13 @@ class Request:
     def fully_enqueued(self) -> bool:
         """Whether the token that reaches the limit is already on its way."""
         return len(self.prompt_token_ids) + self.enqueued >= self.limit
+
+    @property
+    def sound_tokens(self) -> int:
+        """How many tokens of prompt and answer have K and V that are known to be finite: logits were made of them."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else self.sound
+
+    @property
+    def written_tokens(self) -> int:
+        """How many tokens of prompt and answer have K and V, or will have when the device has done what is enqueued."""
+        return len(self.prompt_token_ids) + self.enqueued - 1 if self.enqueued else self.prefilled

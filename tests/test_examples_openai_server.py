@@ -417,6 +417,19 @@ def test_a_full_queue_is_429_and_clients_that_hang_up_make_room(small: Any) -> N
     until(lambda: complete(small)[0] == 200)  # the row is free after the step that is under way
 
 
+def test_a_call_whose_client_hung_up_leaves_no_thread(small: Any) -> None:
+    """Its thread slept on in `handle.result()`, with its connection, and the server's drain waited for it in vain."""
+    before = threading.active_count()
+    for _ in range(2):
+        running = ask_long(small)
+        running.close()
+        until(small.handles[-1].cancelled)
+    until(lambda: not small.calls and threading.active_count() <= before)
+    started = time.monotonic()
+    small.drain(60)
+    assert time.monotonic() - started < 30
+
+
 def test_a_stream_that_nobody_reads_any_more_is_cancelled(small: Any) -> None:
     running = ask_long(small, stream=True, n=1)
     reply = running.getresponse()
