@@ -161,7 +161,7 @@ def test_a_copy_that_fails_is_done_without(fail_at: int) -> None:
     engine = engine_of(rows=3, max_seq_len=200)
     talks = [prompt_of(20, 1), prompt_of(24, 2)]
     for said in talks:
-        run(engine, request(said, new=5))
+        said += run(engine, request(list(said), new=5))[0]
     running = request(prompt_of(20, 3), new=60)
     engine.submit(running)
     engine.step()
@@ -183,7 +183,7 @@ def test_a_copy_that_fails_is_done_without(fail_at: int) -> None:
             return place(prompt, free)
 
     engine.memory.place = failing_place  # type: ignore[method-assign]
-    turns = [request(said + prompt_of(6, 4), new=5) for said in (talks[1], running.prompt_token_ids, talks[0])]
+    turns = [request(said + prompt_of(6, 4), new=5) for said in (talks[1], talks[0], running.prompt_token_ids)]
     run(engine, *turns)
     check(engine)
     for r in (running, *turns):
