@@ -75,7 +75,7 @@ class Handle:
         """
         seconds = _seconds(timeout)
         if not self.done():
-            self._service.refuse_own_thread()
+            self._service.refuse_vain_wait()
         try:  # and not `concurrent.futures.wait`, which sleeps on when another thread cancels
             return self._pending.future.exception(seconds)
         except concurrent.futures.TimeoutError:  # a class of its own in Python 3.10
@@ -133,7 +133,7 @@ class Handle:
                 elif ended:
                     break
                 else:
-                    self._service.refuse_own_thread()
+                    self._service.refuse_vain_wait()
                 yield chunk
         self._pending.future.result()
         if sent == 0:  # a prompt that fills the context: an answer of no tokens still says why it ended
