@@ -413,3 +413,10 @@ def test_a_callback_may_close(tiny: Path) -> None:
 def test_sizes_that_make_no_sense(tiny: Path, options: dict) -> None:
     with pytest.raises(MinillmError, match="whole number of at least 1"):
         LLM(tiny, device="cpu", **options)
+
+
+@pytest.mark.parametrize("value", ["no", None, 0, []])
+def test_prefix_reuse_is_true_or_false(tiny: Path, value: object) -> None:
+    """The text "no" switched it on."""
+    with pytest.raises(MinillmError, match="prefix_reuse must be True or False, not"):
+        LLM(tiny, device="cpu", prefix_reuse=value)  # type: ignore[arg-type]
