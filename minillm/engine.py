@@ -20,12 +20,12 @@ import torch
 
 from .cache import KVCache
 from .decoding import Decoding
-from .errors import EngineError, MinillmError
+from .errors import MinillmError
 from .graphs import GraphRunner
 from .model import Llama
 from .prefix import RowMemory
 from .readback import Readback, Ticket
-from .request import Request
+from .request import Request, lost, own_fault
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
 
@@ -232,7 +232,7 @@ class Engine:
             if request.on_token(token_id, logprob, reason):
                 reason = "stop"
         except BaseException as fault:  # a fault of one request ends that request alone, a sys.exit in it too
-            error = fault if isinstance(fault, Exception) else _plain(fault)
+            error = fault if isinstance(fault, Exception) else own_fault(fault)
         if reason is not None or error is not None:
             self._release(row, request, reason, error, running)
 
@@ -286,7 +286,7 @@ class Engine:
 
     def _fail_all(self, error: BaseException) -> None:
         rows = [(row, request) for row, request in enumerate(self.rows) if request is not None]
-        lost = [*(request for _, request in rows), *self.waiting]
+        ended = [*(request for _, request in rows), *self.waiting]
         self.waiting.clear()
         self._readback.tickets.clear()
         self.rows, self._reading, self._decoding = [None] * len(self.rows), None, Decoding([])
@@ -295,8 +295,8 @@ class Engine:
             self.state.active.zero_()
             for row, request in rows:
                 self._wipe(row, 0, request.written_tokens + 1)  # a step may have failed before it was counted
-        for request in lost:
-            self._end(request, error=_told(error))
+        for request in ended:
+            self._end(request, error=lost(error))
 
 
 class _Entered:
@@ -312,24 +312,3 @@ class _Entered:
     def __exit__(self, *exc: object) -> None:
         self._engine._entered = False
         self._stream.__exit__(None, None, None)
-
-
-def _plain(fault: BaseException) -> MinillmError:
-    """What whoever waits may catch, of a fault that would end his thread."""
-    plain = MinillmError(f"the request's own code ended with {type(fault).__name__}: {fault}")
-    plain.__cause__ = fault
-    return plain
-
-
-def _told(error: BaseException) -> MinillmError:
-    """What a request is told of an error that is not its own. A new object for each: each is raised somewhere."""
-    if isinstance(error, MinillmError):
-        return type(error)(*error.args)
-    if isinstance(error, torch.OutOfMemoryError):
-        told = EngineError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
-    elif isinstance(error, Exception):
-        told = EngineError(f"a step failed, and all open requests with it: {type(error).__name__}: {error}")
-    else:
-        told = EngineError("a step was interrupted, and its requests are lost")
-    told.__cause__ = error
-    return told

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from .errors import EngineError, MinillmError
 from .sampling import Mode, SamplingParams
 
 
@@ -80,3 +82,24 @@ class Request:
     def written_tokens(self) -> int:
         """How many tokens of prompt and answer have K and V, or will have when the device has done what is enqueued."""
         return len(self.prompt_token_ids) + self.enqueued - 1 if self.enqueued else self.prefilled
+
+
+def own_fault(fault: BaseException) -> MinillmError:
+    """What whoever waits may catch, of a fault that would end his thread."""
+    plain = MinillmError(f"the request's own code ended with {type(fault).__name__}: {fault}")
+    plain.__cause__ = fault
+    return plain
+
+
+def lost(error: BaseException) -> MinillmError:
+    """What a request is told of an error that is not its own. A new object for each: each is raised somewhere."""
+    if isinstance(error, MinillmError):
+        return type(error)(*error.args)
+    if isinstance(error, torch.OutOfMemoryError):
+        told = EngineError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
+    elif isinstance(error, Exception):
+        told = EngineError(f"a step failed, and all open requests with it: {type(error).__name__}: {error}")
+    else:
+        told = EngineError("a step was interrupted, and its requests are lost")
+    told.__cause__ = error
+    return told
