@@ -151,10 +151,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "" if self.command == "POST" else "0")
-        if length.isdecimal() and int(length) <= MAX_BODY:
-            return self.rfile.read(int(length))
+        known, digits = length.isascii() and length.isdecimal(), length.lstrip("0") or "0"
+        # how many digits comes first: Python refuses to read a number of thousands of them
+        if known and len(digits) <= len(str(MAX_BODY)) and int(digits) <= MAX_BODY:
+            return self.rfile.read(int(digits))
         self.close_connection = True  # the body stands where the next call should begin
-        raise Refused(413 if length.isdecimal() else 411, f"a body needs a Content-Length of at most {MAX_BODY} bytes")
+        raise Refused(413 if known else 411, f"a body needs a Content-Length of at most {MAX_BODY} bytes")
 
     def _head(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)

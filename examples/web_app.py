@@ -97,8 +97,11 @@ class Chat(Handler):
             self.send_events({"text": chunk.text} for chunk in handles[0])
 
     def refusal(self, error: Exception) -> tuple[int, Json]:
-        status = 400 if isinstance(error, (RequestError, TokenizerError)) else 503
-        return getattr(error, "status", status), {"error": str(error)}
+        if isinstance(error, Refused):
+            return error.status, {"error": str(error)}
+        if not isinstance(error, MinillmError):  # a bug, and what it says is not for the page to show
+            return 500, {"error": "the server failed: its log tells how"}
+        return 400 if isinstance(error, (RequestError, TokenizerError)) else 503, {"error": str(error)}
 
 
 class WebApp(Server):

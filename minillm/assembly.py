@@ -31,6 +31,8 @@ class Options:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if not isinstance(self.prefix_reuse, bool):  # a text from a config file, "no", would switch it on
+            raise ConfigError(f"prefix_reuse must be True or False, not {self.prefix_reuse!r}")
 
 
 def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:

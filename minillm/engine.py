@@ -11,6 +11,7 @@ row is padding until the whole prompt is in the cache.
 Nothing here is safe for threads: one thread at a time may use an engine. `service.py` gives it a thread of its own.
 """
 
+import logging
 import struct
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -19,12 +20,12 @@ import torch
 
 from .cache import KVCache
 from .decoding import Decoding
-from .errors import EngineError, MinillmError
+from .errors import MinillmError
 from .graphs import GraphRunner
 from .model import Llama
 from .prefix import RowMemory
 from .readback import Readback, Ticket
-from .request import Request
+from .request import Request, lost, own_fault
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
 
@@ -112,8 +113,10 @@ class Engine:
 
     def shut_down(self, error: Exception) -> None:
         """End every open request with the error, and let go of the graphs before the memory that they point at."""
-        self._fail_all(error)
-        self.runner.close()
+        try:
+            self._fail_all(error)
+        finally:
+            self.runner.close()
 
     # ------------------------------------------------------------------ prompts
 
@@ -130,8 +133,7 @@ class Engine:
             try:
                 self._read(row, request, count)
             except Exception as error:  # the others were not touched; a device that is lost ends them at their step
-                self.memory.forget(row)
-                request.enqueued = 0
+                request.sound = request.enqueued = 0
                 self._release(row, request, error=error, running=True)
             read += count
             if read >= budget:
@@ -150,20 +152,30 @@ class Engine:
             if request.scores is not None:
                 row = self.memory.take_oldest(free)
             else:
-                row, request.cached = self.memory.place(request.prompt_token_ids, free)
+                row, request.cached = self._place(request.prompt_token_ids, free)
             request.prefilled = request.cached
+            # what was copied from a row whose first logits are still under way may be NaN
+            request.sound = 0 if any(r is not None and not r.token_ids for r in self.rows) else request.cached
             self.waiting.popleft()
             self.rows[row], self._reading = request, (row, request)
             return True
         return False
+
+    def _place(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
+        """The row for a prompt, and how many tokens of it are there. To bring them there is no more than an attempt."""
+        try:
+            return self.memory.place(prompt, free)
+        except Exception:  # no memory for a copy; a device that is lost says so again when the prompt is read
+            self.memory.forget(free[0])
+            return free[0], 0
 
     def _read(self, row: int, request: Request, count: int) -> None:
         """Prefill the next `count` tokens of a prompt; after the last, enqueue the first token of the answer."""
         prompt, start = request.prompt_token_ids, request.prefilled
         ids = torch.tensor(prompt[start : start + count], dtype=torch.int64)
         ids = ids.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else ids.to(self.device)
+        request.prefilled += count  # before it is done: half of it may be
         logits = self.model.prefill(ids, row, start, self.cache, all_logits=request.scores is not None)
-        request.prefilled += count
         if request.scores is not None:
             request.scores.append(logits.cpu())
         else:
@@ -219,26 +231,28 @@ class Engine:
         try:
             if request.on_token(token_id, logprob, reason):
                 reason = "stop"
-        except Exception as fault:  # a fault of one request ends that request alone
-            error = fault
+        except BaseException as fault:  # a fault of one request ends that request alone, a sys.exit in it too
+            error = fault if isinstance(fault, Exception) else own_fault(fault)
         if reason is not None or error is not None:
             self._release(row, request, reason, error, running)
 
     def _drop_broken(self, row: int, request: Request) -> None:
-        """End a request whose logits are no numbers. No NaN may stay in its row: masked attention reads 0 x NaN."""
+        """End a request whose logits are no numbers, and believe nothing that may have been copied from it."""
         said = (
             f"the model's logits are NaN or infinite after {len(request.token_ids)} tokens of the answer: "
             "the weights are broken, or overflow in this dtype (try dtype='float32')"
         )
         self._release(row, request, error=MinillmError(said))
         self.memory.forget_all()
-        self.cache.kv[:, :, row].zero_()
 
     # ------------------------------------------------------------------ ends
 
     def _end(self, request: Request, reason: str | None = None, error: BaseException | None = None) -> None:
         request.finish_reason, request.error = (reason, None) if error is None else (None, error)
-        request.on_done()
+        try:
+            request.on_done()
+        except BaseException:  # others are still to be told of their end
+            logging.getLogger(__name__).exception("the end of a request could not be told")
 
     def _release(
         self,
@@ -257,23 +271,32 @@ class Engine:
         self.rows[row] = None
         if self._reading is not None and self._reading[0] == row:
             self._reading = None
-        if request.enqueued:  # the last token that was delivered may not have been fed
-            self.memory.note(row, request.prompt_token_ids + request.token_ids[:-1])
+        self.memory.note(row, (request.prompt_token_ids + request.token_ids)[: request.sound_tokens])
         self._decoding = self._who_decodes()
         self._end(request, reason, error)
         if running:
             self.state.retire(row)
+        if running or error is not None or request.scores is not None:
+            self._wipe(row, request.sound_tokens, request.written_tokens)
+
+    def _wipe(self, row: int, start: int, end: int) -> None:
+        """Zero what no logits were seen of. A NaN must not stay: masked attention reads it too, as 0 x NaN."""
+        if start < end:
+            self.cache.kv[:, :, row, :, start:end].zero_()
 
     def _fail_all(self, error: BaseException) -> None:
-        lost = [request for request in [*self.rows, *self.waiting] if request is not None]
+        rows = [(row, request) for row, request in enumerate(self.rows) if request is not None]
+        ended = [*(request for _, request in rows), *self.waiting]
         self.waiting.clear()
         self._readback.tickets.clear()
         self.rows, self._reading, self._decoding = [None] * len(self.rows), None, Decoding([])
         self.memory.forget_all()
         with suppress(RuntimeError), self.on_stream():  # a device that has failed cannot be told
             self.state.active.zero_()
-        for request in lost:
-            self._end(request, error=_told(error))
+            for row, request in rows:
+                self._wipe(row, 0, request.written_tokens + 1)  # a step may have failed before it was counted
+        for request in ended:
+            self._end(request, error=lost(error))
 
 
 class _Entered:
@@ -289,17 +312,3 @@ class _Entered:
     def __exit__(self, *exc: object) -> None:
         self._engine._entered = False
         self._stream.__exit__(None, None, None)
-
-
-def _told(error: BaseException) -> MinillmError:
-    """What a request is told of an error that is not its own. A new object for each: each is raised somewhere."""
-    if isinstance(error, MinillmError):
-        return type(error)(*error.args)
-    if isinstance(error, torch.OutOfMemoryError):
-        told = EngineError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
-    elif isinstance(error, Exception):
-        told = EngineError(f"a step failed, and all open requests with it: {type(error).__name__}: {error}")
-    else:
-        told = EngineError("a step was interrupted, and its requests are lost")
-    told.__cause__ = error
-    return told

@@ -2,11 +2,15 @@
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import closing
+from numbers import Real
 
 from .answer import Chunk, Completion
+from .errors import RequestError
 from .pending import Pending
 from .service import Service
 
@@ -45,73 +49,65 @@ class Handle:
         return self._pending.future.cancelled()
 
     def cancel(self) -> bool:
-        """End the request and free its row soon; returns False if it had ended before."""
-        if not self._pending.future.cancel():
-            return False
-        self._service.cancel(self._pending.request)
-        return True
+        """End the request and free its row soon. Returns False if it had come to an end of its own before."""
+        try:
+            return self._pending.future.cancel()
+        finally:  # a callback that runs here may raise: an interrupt
+            if self.cancelled():
+                self._service.cancel(self._pending.request)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the whole answer.
 
         Args:
             timeout: seconds; None waits as long as it takes.
-        Raises: the error of the request; TimeoutError; concurrent.futures.CancelledError.
+        Raises: the error of the request; TimeoutError; concurrent.futures.CancelledError; RequestError for a timeout
+            that is no number.
         """
-        self._wait(timeout)
-        self._pending.future.result()
+        if self.exception(timeout) is not None:
+            self._pending.future.result()
         return self._pending.completion()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end, and give the error of the request, None if there is none.
 
-        Raises: TimeoutError; concurrent.futures.CancelledError.
+        Raises: TimeoutError; concurrent.futures.CancelledError; RequestError for a timeout that is no number.
         """
-        self._wait(timeout)
-        return self._pending.future.exception()
+        seconds = _seconds(timeout)
+        if not self.done():
+            self._service.refuse_vain_wait()
+        try:  # and not `concurrent.futures.wait`, which sleeps on when another thread cancels
+            return self._pending.future.exception(seconds)
+        except concurrent.futures.TimeoutError:  # a class of its own in Python 3.10
+            raise TimeoutError(f"the request was not done within {seconds:g} s") from None
 
     def add_done_callback(self, fn: Callable[["Handle"], object]) -> None:
-        """Call fn(handle) at the end, at once if that has been. It runs in the thread that makes the tokens: be brief.
+        """Call fn(handle) at the end, at once if that has been. Be brief: it runs in the thread that makes the tokens,
+        or in the one that cancels.
 
         What it raises is logged. It may submit, but must not wait for a request.
         """
-        self._pending.future.add_done_callback(lambda _: fn(self))
+        self._pending.future.add_done_callback(lambda _: self._call(fn))
 
     def __iter__(self) -> Generator[Chunk, None, None]:
         """The pieces of the answer, each as soon as it is there."""
-        news, sent = threading.Event(), 0
-        with self._pending.watched(news.set) as watcher:
-            while True:
-                news.clear()
-                watcher.armed = True
-                ended, chunk = self.done(), self._pending.chunk(sent)
-                if chunk is not None:
-                    sent += 1
-                    yield chunk
-                elif not ended:
-                    self._service.refuse_own_thread()
+        news = threading.Event()
+        with closing(self._pieces(news, news.set)) as pieces:
+            for chunk in pieces:
+                if chunk is None:
                     news.wait()
                 else:
-                    break
-        yield from self._last(sent)
+                    yield chunk
 
     async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
         """The same for asyncio: the loop is free while there is nothing new."""
-        news, sent = asyncio.Event(), 0
-        with self._pending.watched(self._service.bells.setter(news)) as watcher:
-            while True:
-                news.clear()
-                watcher.armed = True
-                ended, chunk = self.done(), self._pending.chunk(sent)
-                if chunk is not None:
-                    sent += 1
-                    yield chunk
-                elif not ended:
+        news = asyncio.Event()
+        with closing(self._pieces(news, self._service.bells.setter(news))) as pieces:
+            for chunk in pieces:
+                if chunk is None:
                     await news.wait()
                 else:
-                    break
-        for chunk in self._last(sent):
-            yield chunk
+                    yield chunk
 
     async def completion(self) -> Completion:
         """`result` for asyncio. Cancelling the task that awaits it cancels the request."""
@@ -122,15 +118,41 @@ class Handle:
             raise
         return self._pending.completion()
 
-    def _wait(self, timeout: float | None) -> None:
-        if not self.done():
-            self._service.refuse_own_thread()
-            # `wait` and not `result`, whose TimeoutError is a class of its own in Python 3.10
-            if not concurrent.futures.wait([self._pending.future], timeout).done:
-                raise TimeoutError(f"the request was not done within {timeout:g} s")
-
-    def _last(self, sent: int) -> list[Chunk]:
-        """What ends a stream of `sent` chunks. Raises: the error of the request."""
+    def _pieces(
+        self, news: threading.Event | asyncio.Event, wake: Callable[[], object]
+    ) -> Generator[Chunk | None, None, None]:
+        """The pieces, and None wherever the reader has to wait for `news`, which `wake` sets. Raises its error."""
+        sent = 0
+        with self._pending.watched(wake) as watcher:
+            while True:
+                news.clear()
+                watcher.armed = True
+                ended, chunk = self.done(), self._pending.chunk(sent)
+                if chunk is not None:
+                    sent += 1
+                elif ended:
+                    break
+                else:
+                    self._service.refuse_vain_wait()
+                yield chunk
         self._pending.future.result()
-        # a prompt that fills the context: an answer of no tokens still says why it ended
-        return [Chunk("", [], self._pending.request.finish_reason)] if sent == 0 else []
+        if sent == 0:  # a prompt that fills the context: an answer of no tokens still says why it ended
+            yield Chunk("", [], self._pending.request.finish_reason)
+
+    def _call(self, fn: Callable[["Handle"], object]) -> None:
+        """Call a callback. The future would log an Exception, and pass on anything else to the thread's other work."""
+        try:
+            fn(self)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, which is not of the callback
+            logging.getLogger(__name__).exception("a callback of a request failed")
+
+
+def _seconds(timeout: float | None) -> float | None:
+    """A timeout that threads can wait for; None is for ever. Raises: RequestError."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or timeout != timeout:
+        raise RequestError(f"timeout must be a number of seconds or None, not {timeout!r}")
+    return float(min(max(timeout, 0), threading.TIMEOUT_MAX))

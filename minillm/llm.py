@@ -176,7 +176,7 @@ class LLM:
         request = Request.scoring(ids, ended.set)
         try:
             self._service.submit(request, wait=True)
-            self._service.refuse_own_thread()
+            self._service.refuse_vain_wait()
             ended.wait()
         finally:  # after Ctrl-C, it does not keep a row
             self._service.cancel(request)

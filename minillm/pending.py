@@ -47,6 +47,7 @@ class Pending:
         self._fresh: deque[tuple[int, float, str | None]] = deque()  # tokens that are not in the answer yet
         self._reading = threading.Lock()  # held by whoever turns fresh tokens into text
         self._watchers: list[Watcher] = []
+        self._stopped = False  # whether a stop string is complete, whoever has found it
         self._completion: Completion | None = None
         request.on_token, request.on_done = self._on_token, self._on_done
 
@@ -56,12 +57,11 @@ class Pending:
         self._last_token = time.perf_counter()
         self._first_token = self._first_token or self._last_token
         self._fresh.append((token_id, logprob, finish_reason))
-        stopped = False
         if self.request.params.stop:
             with self._reading:
-                stopped = self._read()
+                self._read()
         self._notify()
-        return stopped
+        return self._stopped
 
     def _on_done(self) -> None:
         self._ended = time.perf_counter()
@@ -110,12 +110,10 @@ class Pending:
                 )
             return self._completion
 
-    def _read(self) -> bool:
-        """Turn fresh tokens into text; returns whether a stop string is complete."""
-        stopped = False
+    def _read(self) -> None:
+        """Turn fresh tokens into text."""
         while self._fresh:
-            stopped = self._answer.add(*self._fresh.popleft())
-        return stopped
+            self._stopped = self._answer.add(*self._fresh.popleft()) or self._stopped
 
     def _stats(self, made: int) -> Stats:
         decoding = self._last_token - self._first_token

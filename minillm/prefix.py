@@ -38,7 +38,7 @@ class RowMemory:
         """A row holds K and V of these tokens from now on."""
         if self._enabled:
             self._uses += 1
-            self._held[row], self._used[row] = token_ids, self._uses
+            self._held[row], self._used[row] = token_ids, self._uses if token_ids else 0
 
     def forget(self, row: int) -> None:
         self._held[row], self._used[row] = (), 0
@@ -59,6 +59,7 @@ class RowMemory:
         Args:
             free: rows without a request, ascending, at least one. The others are read at most.
         Returns: the row, and how many tokens of the prompt it holds. Never all: the last one's logits are wanted.
+        Raises: what a copy raises. The rows that it would have written are forgotten then.
         """
         row = free[0]
         shared = [_common(held, prompt) for held in self._held]
@@ -82,24 +83,28 @@ class RowMemory:
         return row, length
 
     def _move(self, source: int, target: int) -> None:
-        self._copy(source, target, len(self._held[source]))
-        self._held[target], self._used[target] = self._held[source], self._used[source]
+        held, used = self._held[source], self._used[source]
+        self._copy(source, target, len(held))
+        self._held[target], self._used[target] = held, used
 
     def _copy(self, source: int, target: int, length: int) -> None:
         if source != target and length:
+            self.forget(target)  # first: a copy that fails may have begun
             self._kv[:, :, target, :, :length].copy_(self._kv[:, :, source, :, :length])
 
     def _exchange(self, a: int, b: int) -> None:
         if a == b:
             return
-        length = max(len(self._held[a]), len(self._held[b]))
+        held, used = (self._held[a], self._held[b]), (self._used[a], self._used[b])
+        self.forget(a)
+        self.forget(b)
+        length = max(map(len, held))
         for layer in self._kv:  # [2, rows, kv_heads, slots, head_dim], so that what is put aside is small
             of_a, of_b = layer[:, a, :, :length], layer[:, b, :, :length]
             aside = of_a.clone()
             of_a.copy_(of_b)
             of_b.copy_(aside)
-        self._held[a], self._held[b] = self._held[b], self._held[a]
-        self._used[a], self._used[b] = self._used[b], self._used[a]
+        (self._held[b], self._held[a]), (self._used[b], self._used[a]) = held, used
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from .errors import EngineError, MinillmError
 from .sampling import Mode, SamplingParams
 
 
@@ -29,7 +31,7 @@ class Request:
         error: why it failed, if it did. cancelled: whether it was ended from outside.
         enqueued: tokens of the answer that the device was asked for, of which some may not be delivered yet.
         prefilled: tokens of the prompt whose K and V the device was asked for. cached: how many of them were there
-            already.
+            already. sound: how many of those have given finite logits to a request before.
         scores: for a request that asks for the logits of its prompt and no answer: float32 [T, vocab] of each chunk,
             on the CPU.
     """
@@ -48,6 +50,7 @@ class Request:
     enqueued: int = 0
     prefilled: int = 0
     cached: int = 0
+    sound: int = 0
     scores: list[Tensor] | None = None
 
     @classmethod
@@ -69,3 +72,34 @@ class Request:
     def fully_enqueued(self) -> bool:
         """Whether the token that reaches the limit is already on its way."""
         return len(self.prompt_token_ids) + self.enqueued >= self.limit
+
+    @property
+    def sound_tokens(self) -> int:
+        """How many tokens of prompt and answer have K and V that are known to be finite: logits were made of them."""
+        return len(self.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else self.sound
+
+    @property
+    def written_tokens(self) -> int:
+        """How many tokens of prompt and answer have K and V, or will have when the device has done what is enqueued."""
+        return len(self.prompt_token_ids) + self.enqueued - 1 if self.enqueued else self.prefilled
+
+
+def own_fault(fault: BaseException) -> MinillmError:
+    """What whoever waits may catch, of a fault that would end his thread."""
+    plain = MinillmError(f"the request's own code ended with {type(fault).__name__}: {fault}")
+    plain.__cause__ = fault
+    return plain
+
+
+def lost(error: BaseException) -> MinillmError:
+    """What a request is told of an error that is not its own. A new object for each: each is raised somewhere."""
+    if isinstance(error, MinillmError):
+        return type(error)(*error.args)
+    if isinstance(error, torch.OutOfMemoryError):
+        told = EngineError(f"out of memory while generating, lower max_batch_size or max_seq_len: {error}")
+    elif isinstance(error, Exception):
+        told = EngineError(f"a step failed, and all open requests with it: {type(error).__name__}: {error}")
+    else:
+        told = EngineError("a step was interrupted, and its requests are lost")
+    told.__cause__ = error
+    return told

@@ -9,6 +9,7 @@ and close a forgotten stream, which cancels its request.
 """
 
 import atexit
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Service:
         self.bells = Bells()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._pid = 0  # of the process in which the thread was started
         # here and not when the thread starts: a thread of the app could have it start after the exit has begun
         atexit.register(self.close)
 
@@ -60,8 +62,9 @@ class Service:
         Args:
             wait: until there is room for it, instead of refusing it. Those who wait fill half of the queue only, so
                 that a long list does not get everybody else refused.
-        Raises: QueueFullError, MinillmError if it was closed.
+        Raises: QueueFullError, MinillmError if it was closed, or in a process that was forked from this one.
         """
+        self._refuse_fork()
         with self._work:
             while not self._has_room(self.engine, wait):
                 if not wait:
@@ -69,7 +72,7 @@ class Service:
                         f"{self._max_waiting} requests wait already, for {self._rows} rows: try again later, "
                         "or raise max_waiting or max_batch_size"
                     )
-                self.refuse_own_thread()
+                self.refuse_vain_wait()
                 self._feeders += 1
                 try:
                     self._room.wait()
@@ -82,6 +85,8 @@ class Service:
 
     def cancel(self, request: Request) -> None:
         """Have a request forgotten, soon."""
+        if self._forked():
+            return
         with self._work:
             if not self._closing:
                 self._cancelled.append(request)
@@ -92,6 +97,7 @@ class Service:
 
         Then `on_room` is called once, from some thread, when it is worth another try.
         """
+        self._refuse_fork()
         with self._work:
             if not self._has_room(self.engine, waits=True):
                 self._on_room.append(on_room)
@@ -99,8 +105,9 @@ class Service:
             self.submit(request)
             return True
 
-    def refuse_own_thread(self) -> None:
-        """Raise MinillmError in the engine's thread, where waiting for the engine would be for ever."""
+    def refuse_vain_wait(self) -> None:
+        """Raise MinillmError where waiting for the engine would be for ever: in its own thread, and in a fork."""
+        self._refuse_fork()
         if threading.current_thread() is self._thread:
             raise MinillmError(
                 "a callback of a request waits for a request: it runs in the thread that makes the tokens, so let it "
@@ -109,6 +116,8 @@ class Service:
 
     def stop(self) -> None:
         """Have the thread end by itself. Never waits, so the garbage collector may call it."""
+        if self._forked():
+            return
         with self._work:
             if self._closing:
                 return
@@ -121,8 +130,19 @@ class Service:
     def close(self) -> None:
         """End every open request with an error, give the memory back, and wait until that is done."""
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if not self._forked() and self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _forked(self) -> bool:
+        """Whether this is a child of the process that has the thread. Its locks may be held here for ever."""
+        return self._thread is not None and self._pid != os.getpid()
+
+    def _refuse_fork(self) -> None:
+        if self._forked():
+            raise MinillmError(
+                "this process was forked after the LLM's thread had started, and has no such thread: make the LLM in "
+                "the child"
+            )
 
     def _has_room(self, engine: Engine, waits: bool) -> bool:
         limit = (self._max_waiting + 1) // 2 if waits else self._max_waiting
@@ -134,16 +154,18 @@ class Service:
         # a daemon, because the interpreter waits for other threads before it tells anyone that it ends
         thread = threading.Thread(target=self._run, args=(self._engine,), name="minillm-engine", daemon=True)
         thread.start()
-        self._thread = thread
+        self._thread, self._pid = thread, os.getpid()
 
     def _run(self, engine: Engine) -> None:
-        with engine.on_stream():
-            while self._take(engine):
-                with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
-                    engine.step()
-                if self._feeders or self._on_room:
+        try:
+            with engine.on_stream():
+                while self._take(engine):
+                    with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
+                        engine.step()
                     self._tell_of_room(engine)
-        self._shut_down()
+        finally:  # whatever ends it: those who wait must learn that nobody works for them any more
+            self.stop()
+            self._shut_down()
 
     def _take(self, engine: Engine) -> bool:
         """Hand the inbox to the engine; sleep while there is nothing to do. Returns False if it is time to end."""
@@ -159,9 +181,14 @@ class Service:
         return not self._closing
 
     def _tell_of_room(self, engine: Engine) -> None:
+        # under the lock: one who has looked for room, and not yet said that he waits, holds it
         with self._work:
-            if not self._has_room(engine, waits=True):
-                return
+            wanted = (self._feeders or self._on_room) and self._has_room(engine, waits=True)
+        if wanted:
+            self._wake_feeders()
+
+    def _wake_feeders(self) -> None:
+        with self._work:
             self._room.notify_all()
             callbacks, self._on_room = self._on_room, []
         for callback in callbacks:
@@ -175,7 +202,7 @@ class Service:
         atexit.unregister(self.close)
         while self._new:
             engine.submit(self._new.popleft())
-        engine.shut_down(MinillmError(CLOSED))
-        callbacks, self._on_room = self._on_room, []
-        for callback in callbacks:
-            callback()
+        try:
+            engine.shut_down(MinillmError(CLOSED))
+        finally:
+            self._wake_feeders()

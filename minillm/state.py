@@ -81,6 +81,10 @@ class DecodeState:
     ) -> None:
         """Give a row to a request whose prompt is in the cache: the next `sample` on this row makes its first token.
 
+        The last write, to `active`, is an ordinary kernel after all the others. The fused kernels that sample after a
+        prefill read some of this state before they wait for the kernel in front of them (`kernels/draw.py`), and rely
+        on that one as their fence: nothing may be written after it.
+
         Args:
             token_ids: the prompt. limit: at how many tokens, prompt included, the row ends.
             stops: the token ids that end it. seed: 64 bits.

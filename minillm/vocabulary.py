@@ -25,6 +25,9 @@ from .errors import TokenizerError
 # Appended to a serialised sentencepiece model: `normalizer_spec { add_dummy_prefix: false }` (fields 3 and 3 of
 # sentencepiece_model.proto). Protocol buffers merge a message that comes twice, so only this one setting changes.
 NO_SPACE_IN_FRONT = b"\x1a\x02\x18\x00"
+# Characters from which on a text is encoded as a batch of one, during which the library lets other threads run. A
+# microsecond a character, it would hold them up for seconds; for short texts its own threads are not worth starting.
+LONG = 4096
 
 
 class AddedToken(NamedTuple):
@@ -99,6 +102,8 @@ class JsonVocabulary:
 
     def encode(self, text: str) -> list[int]:
         try:
+            if len(text) > LONG:
+                return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # a word-level vocabulary without an unknown token
             raise TokenizerError(f"the text cannot be encoded: {one_line(error)}") from error

@@ -1,6 +1,7 @@
 """The engine on a small random model: rows, limits, ends, cancellation and faults, on token ids alone."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -184,6 +185,128 @@ def test_a_row_that_held_nan_serves_the_next() -> None:
     engine.model.weights.embed[7] = good
     prompts = [prompt_of(4, 1), prompt_of(5, 2)]
     assert run(engine, *(request(p) for p in prompts)) == [solo(p) for p in prompts]
+
+
+BAD = 7
+"""A token whose embedding is NaN, for the tests that follow."""
+
+
+def steps(engine: Engine, *parts: Callable[[], object]) -> None:
+    """Parts of a step, up to where a request is met in the middle."""
+    with torch.inference_mode():
+        for part in parts:
+            part()
+
+
+def end_score(engine: Engine) -> None:
+    run(engine, Request.scoring([5] * 30 + [BAD] * 10))
+
+
+def end_half_read(engine: Engine) -> None:
+    r = request([5] * 30 + [BAD] * 100)
+    engine.submit(r)
+    steps(engine, engine._read_prompts)
+    assert 0 < r.prefilled < 130
+    engine.cancel(r)
+
+
+def end_scoring_half_read(engine: Engine) -> None:
+    r = Request.scoring([5] * 30 + [BAD] * 100)
+    engine.submit(r)
+    steps(engine, engine._read_prompts)
+    engine.cancel(r)
+
+
+def end_before_its_first_token(engine: Engine) -> None:
+    r = request([5] * 30 + [BAD])
+    engine.submit(r)
+    steps(engine, engine._read_prompts, engine._decode)
+    engine.cancel(r)
+
+
+def end_copied(engine: Engine) -> None:
+    """The second prompt has its beginning from the first, whose logits are still under way, and no token of its own."""
+    first, second = request([5] * 30 + [BAD, 5]), request([5] * 30 + [BAD, 6])
+    for r in (first, second):
+        engine.submit(r)
+    steps(engine, engine._read_prompts)
+    assert second.cached == 31
+    engine.cancel(second)
+    engine.cancel(first)
+
+
+def end_while_a_step_is_under_way(engine: Engine) -> None:
+    """As on a GPU: a step that feeds the token is enqueued before the request is cancelled."""
+    r = request([5] * 30)
+    engine.submit(r)
+    steps(engine, engine._read_prompts, lambda: engine._deliver(0))
+    assert len(r.token_ids) == 1
+    engine.state.tokens.fill_(BAD)
+    steps(engine, engine._decode)
+    engine.cancel(r)
+
+
+def end_with_a_failed_step(engine: Engine) -> None:
+    engine.submit(request([5] * 30 + [BAD]))
+    steps(engine, engine._read_prompts)
+    step = engine.runner.step
+
+    def fail(*args: object) -> None:
+        step(*args)  # type: ignore[arg-type]
+        raise RuntimeError("device lost")
+
+    engine.runner.step = fail  # type: ignore[method-assign]
+    engine.step()
+    engine.runner.step = step  # type: ignore[method-assign]
+
+
+def end_with_a_prompt_that_cannot_be_read(engine: Engine) -> None:
+    prefill = engine.model.prefill
+
+    def fail(*args: object, **more: object) -> None:
+        prefill(*args, **more)  # type: ignore[arg-type]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine.model.prefill = fail  # type: ignore[method-assign, assignment]
+    run(engine, request([5] * 30 + [BAD]))
+    engine.model.prefill = prefill  # type: ignore[method-assign]
+
+
+def end_at_a_stop_string(engine: Engine) -> None:
+    r = request([5] * 30)
+    r.on_token = lambda *_: len(r.token_ids) == 2
+    engine.submit(r)
+    steps(engine, engine._read_prompts, engine._decode)
+    engine.state.tokens.fill_(BAD)
+    steps(engine, engine._decode, lambda: engine._deliver(0))
+    assert len(r.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        end_score, end_half_read, end_scoring_half_read, end_before_its_first_token, end_copied,
+        end_while_a_step_is_under_way, end_with_a_failed_step, end_with_a_prompt_that_cannot_be_read,
+        end_at_a_stop_string,
+    ],
+)  # fmt: skip
+def test_no_end_leaves_nan_in_a_row(end: Callable[[Engine], None]) -> None:
+    """Only answers whose logits were seen to be NaN had their row cleared: what ended in another way left its NaN
+    there, and a short request failed later on, in the shadow of a longer one beside it."""
+    engine = engine_of(rows=2, max_seq_len=200)
+    good = engine.model.weights.embed[BAD].clone()
+    engine.model.weights.embed[BAD] = torch.nan
+    end(engine)
+    assert engine.open == 0
+    engine.model.weights.embed[BAD] = good
+    for row in range(2):
+        prompts = [prompt_of(4, 1), prompt_of(60, 2)]
+        if row:
+            prompts.reverse()
+        assert run(engine, *(request(p) for p in prompts)) == [
+            run(engine_of(max_seq_len=200), request(p))[0] for p in prompts
+        ]
+    assert engine.cache.kv[..., :-1, :].isfinite().all()
 
 
 def test_an_error_of_the_device_ends_all_open_requests_and_the_next_works() -> None:

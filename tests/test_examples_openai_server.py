@@ -335,7 +335,10 @@ def test_what_is_no_json_object_gets_400(server: Any, body: bytes) -> None:
 
 
 def test_a_body_needs_a_length_within_bounds(server: Any) -> None:
+    """A length of 5,000 digits was a status of 500, for Python reads no number of so many."""
     assert send(server, "POST", "/v1/completions", b"", **{"Content-Length": str(2**40)})[0] == 413
+    for length, status in (("9" * 5000, 413), ("-1", 411), ("x", 411), ("", 411), ("0" * 5000, 400)):
+        assert send(server, "POST", "/v1/completions", b"", **{"Content-Length": length})[0] == status
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         assert raw.makefile("rb").read().startswith(b"HTTP/1.1 411 ")  # and the connection ends
@@ -415,6 +418,19 @@ def test_a_full_queue_is_429_and_clients_that_hang_up_make_room(small: Any) -> N
     running.close()
     until(small.handles[0].cancelled)
     until(lambda: complete(small)[0] == 200)  # the row is free after the step that is under way
+
+
+def test_a_call_whose_client_hung_up_leaves_no_thread(small: Any) -> None:
+    """Its thread slept on in `handle.result()`, with its connection, and the server's drain waited for it in vain."""
+    before = threading.active_count()
+    for _ in range(2):
+        running = ask_long(small)
+        running.close()
+        until(small.handles[-1].cancelled)
+    until(lambda: not small.calls and threading.active_count() <= before)
+    started = time.monotonic()
+    small.drain(60)
+    assert time.monotonic() - started < 30
 
 
 def test_a_stream_that_nobody_reads_any_more_is_cancelled(small: Any) -> None:

@@ -105,6 +105,24 @@ def test_other_sites_and_other_routes_get_nothing(port: int) -> None:
     assert connection.getresponse().status == 404
 
 
+def test_a_bug_is_500_with_a_traceback_in_the_log_and_not_on_the_page(
+    port: int, model: LLM, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was a 503, with the text of the error for the client and nothing in the log."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("/secret/path")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "submit_chat", fail)
+        status, body = ask(port, ASK)
+    assert status == 500
+    assert b"secret" not in body
+    assert "its log tells how" in json.loads(body)["error"]
+    assert "RuntimeError: /secret/path" in capfd.readouterr().err
+    assert ask(port, ASK)[0] == 200
+
+
 def test_closing_the_page_frees_the_row(web_app: Any, model: LLM) -> None:
     """The only row is busy with 8,000 tokens; when that page goes away, the next question is answered at once."""
     long = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)

@@ -1,6 +1,7 @@
 """Ends that nobody planned: an interpreter that exits, an LLM that nobody holds, Ctrl-C, a device that fails."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -54,6 +55,43 @@ def finish(tiny: Path, code: str) -> subprocess.CompletedProcess[str]:
 def test_the_interpreter_exits_in_the_middle_of_requests(tiny: Path, code: str) -> None:
     ended = finish(tiny, code + "\nprint('bye')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "bye\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_child_is_told_so(tiny: Path) -> None:
+    """The thread stays in the parent: every call in the child waited for ever, and so did its end."""
+    code = """
+expected = llm.generate('a', SamplingParams(max_tokens=5, temperature=0)).text
+handle, stream = llm.submit('the king', long), llm.stream('the king', long)
+next(stream)
+child = os.fork()
+if child == 0:
+    def ask_async():
+        asyncio.run(llm.agenerate('a', long))
+    for ask in (
+        lambda: llm.generate('a', long), lambda: llm.submit('a'), lambda: next(llm.stream('a')), ask_async,
+        lambda: llm.logits([5]), lambda: list(llm.submit('a')),
+        handle.result if not handle.done() else lambda: llm.submit('a'),
+    ):
+        try:
+            ask()
+        except ValueError as error:
+            print(error)
+    stream.close()
+    handle.cancel()
+    llm.close()
+    with LLM(sys.argv[1], device="cpu") as own:
+        assert own.generate('a', SamplingParams(max_tokens=5, temperature=0)).text == expected
+else:
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), len(handle.result().token_ids))
+"""
+    ended = finish(tiny, code)
+    said = (
+        "this process was forked after the LLM's thread had started, and has no such thread: make the LLM in the child"
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == [said] * 7 + ["0 100"]
 
 
 def test_an_exception_leaves_the_with_block(tiny: Path) -> None:

@@ -133,22 +133,62 @@ def test_a_cancelled_answer_leaves_only_what_is_sure() -> None:
     assert run(engine, request(follow))[0] == run(engine_of(rows=1, max_seq_len=100), request(follow))[0]
 
 
-def test_a_prompt_cancelled_when_half_read_leaves_the_half() -> None:
-    engine = engine_of(rows=2, max_seq_len=200, chunk=8)
-    other, r = request(prompt_of(5, 1), new=60), request(prompt_of(100, 2), new=5)
+def test_a_prompt_cancelled_when_half_read_leaves_what_was_there_before() -> None:
+    """No logits were seen of the part that was read: it might be NaN. What a former answer was made of is not."""
+    engine, first = engine_of(rows=2, max_seq_len=200, chunk=8), prompt_of(30, 3)
+    run(engine, request(first, new=1))
+    other, r = request(prompt_of(5, 1), new=60), request(first + prompt_of(70, 2), new=5)
     engine.submit(other)
     engine.step()
     engine.submit(r)
     for _ in range(3):
         engine.step()
     engine.cancel(r)
-    assert list(engine.memory.held(1)) == r.prompt_token_ids[:24]
+    assert (r.cached, r.prefilled) == (30, 54)
+    assert list(engine.memory.held(1)) == first
+    assert not engine.cache.kv[:, :, 1, :, 30:].any()
     check(engine)
     again = request(r.prompt_token_ids, new=5)
     run(engine, again)
-    assert again.cached == 24
+    assert again.cached == 30
     assert again.token_ids == run(engine_of(max_seq_len=200), request(r.prompt_token_ids, new=5))[0]
     assert other.token_ids == run(engine_of(max_seq_len=200), request(prompt_of(5, 1), new=60))[0]
+
+
+@pytest.mark.parametrize("fail_at", range(5))
+def test_a_copy_that_fails_is_done_without(fail_at: int) -> None:
+    """A copy of K and V is optional: that it failed ended all open requests, and half a copy was believed."""
+    engine = engine_of(rows=3, max_seq_len=200)
+    talks = [prompt_of(20, 1), prompt_of(24, 2)]
+    for said in talks:
+        said += run(engine, request(list(said), new=5))[0]
+    running = request(prompt_of(20, 3), new=60)
+    engine.submit(running)
+    engine.step()
+
+    class Failing(torch.overrides.TorchFunctionMode):
+        left = fail_at
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func.__name__ in ("copy_", "clone"):
+                if self.left == 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                self.left -= 1
+            return func(*args, **(kwargs or {}))
+
+    place = engine.memory.place
+
+    def failing_place(prompt: list[int], free: list[int]) -> tuple[int, int]:
+        with Failing():
+            return place(prompt, free)
+
+    engine.memory.place = failing_place  # type: ignore[method-assign]
+    turns = [request(said + prompt_of(6, 4), new=5) for said in (talks[1], talks[0], running.prompt_token_ids)]
+    run(engine, *turns)
+    check(engine)
+    for r in (running, *turns):
+        new = r.limit - len(r.prompt_token_ids)
+        assert r.token_ids == run(engine_of(max_seq_len=200), request(r.prompt_token_ids, new=new))[0]
 
 
 def test_nothing_is_reused_after_a_failed_step_or_broken_logits() -> None:

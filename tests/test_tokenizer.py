@@ -7,14 +7,17 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizer_files import KINDS, STRINGS, byte_level, llama2, save, sentencepiece, write_json
 
+from minillm import vocabulary
 from minillm.errors import TokenizerError
 from minillm.tokenizer import Tokenizer
+from minillm.vocabulary import LONG
 
 FILES = [kind for kind in KINDS if not kind.startswith("sentencepiece")]
 
@@ -82,6 +85,37 @@ def test_any_order_of_word_tokens_decodes_as_the_library_does(kind: str, folders
     for _ in range(200):
         ids = numbers.choices([*words, *[space] * len(words)], k=numbers.randint(1, 8))
         assert ours.decode(ids) == reference.decode(ids)
+
+
+def test_a_long_text_lets_other_threads_run(tokenizer: Tokenizer) -> None:
+    """A prompt of millions of characters held the interpreter's lock: for seconds, no thread made or sent a token."""
+    text = "the king and the sand " * 20_000
+    tokenizer.encode(text[: 2 * LONG])  # the library starts its threads
+    turns, ended = [0], threading.Event()
+
+    def turn() -> None:
+        while not ended.wait(0.001):
+            turns[0] += 1
+
+    other = threading.Thread(target=turn)
+    other.start()
+    before = turns[0]
+    tokenizer.encode(text)
+    during = turns[0] - before
+    ended.set()
+    other.join()
+    assert during > 5
+
+
+def test_long_and_short_texts_get_the_same_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_dir(folder)
+    text = "  ".join([*STRINGS, "a</s>b", "a <tool> b", "</s>"])
+    text *= LONG // len(text) + 1
+    for special in (True, False):
+        ids = tokenizer.encode(text, special)
+        with monkeypatch.context() as patch:
+            patch.setattr(vocabulary, "LONG", 10**9)
+            assert tokenizer.encode(text, special) == ids
 
 
 # --- special and added tokens -----------------------------------------------------------------------------------------
