@@ -41,7 +41,7 @@ def build_engine(model: Llama, max_seq_len: int, options: Options, progress: boo
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
     runner = _capture(model, cache, state, options.graphs, progress)
-    # a chunk holds the others up: on a GPU for some ten milliseconds, on a CPU for a few of its slower steps
+    # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
     return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
 

@@ -2,26 +2,18 @@
 
 import itertools
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import kernel_cases as cases
 import pytest
 import torch
+from interpreter import run_interpreted
 
 from minillm.kernels import launch, table
 from minillm.kernels.fused import FusedOps
 
 
 def test_kernels_equal_their_definitions() -> None:
-    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
-    file = Path(__file__).with_name("interpreted_kernels.py")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=file.parent.parent)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_interpreted("interpreted_kernels.py")
 
 
 @pytest.mark.parametrize("columns", [16, 64, 576, 896, 1536, 2048, 3072, 4096, 5120, 8192, 11008, 14336, 28672])

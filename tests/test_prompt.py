@@ -1,12 +1,8 @@
 """Runs interpreted_prompt.py in a process in which Triton interprets kernels; and what a model prefills with."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import run_interpreted
 from small import CONFIG, parts
 
 from minillm.kernels import reference
@@ -18,12 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_kernels_equal_their_definitions() -> None:
-    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
-    file = Path(__file__).with_name("interpreted_prompt.py")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, cwd=file.parent.parent)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    run_interpreted("interpreted_prompt.py")
 
 
 def test_a_model_without_kernels_prefills_with_the_plain_operations() -> None:

@@ -116,14 +116,8 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=positive, default=200, metavar="N", help="decode steps of a run (default: %(default)s)")
     add("--rounds", type=positive, default=3, metavar="N", help="runs of each mode, in turns (default: %(default)s)")
     _add_temperature(parser)
-    add(
-        "--peers",
-        type=some_of(*PEERS, "auto"),
-        default=["auto"],
-        metavar="LIST",
-        help="transformers beside it, of eager,compile (default: auto: what is installed and runs here)",
-    )
-    add("--no-peers", dest="peers", action="store_const", const=[], help="minillm alone")
+    about = "transformers beside it, of eager,compile (default: auto: what is installed and runs here)"
+    _add_peers(parser, PEERS, about)
 
 
 def _add_prefill(parser: argparse.ArgumentParser) -> None:
@@ -131,13 +125,12 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     add("--prompt", type=positives, default=[512], metavar="N,...", help="tokens of the prompts (default: 512)")
     add("--chunk", type=positive, metavar="N", help="tokens that minillm reads at once (default: the whole prompt)")
     add("--rounds", type=positive, default=20, metavar="N", help="prefills of each mode (default: %(default)s)")
-    add(
-        "--peers",
-        type=some_of(*PEERS[:1], "auto"),
-        default=["auto"],
-        metavar="LIST",
-        help="transformers beside it: eager (default: auto: if it is installed)",
-    )
+    _add_peers(parser, PEERS[:1], "transformers beside it: eager (default: auto: if it is installed)")
+
+
+def _add_peers(parser: argparse.ArgumentParser, known: Sequence[str], about: str) -> None:
+    add = parser.add_argument
+    add("--peers", type=some_of(*known, "auto"), default=["auto"], metavar="LIST", help=about)
     add("--no-peers", dest="peers", action="store_const", const=[], help="minillm alone")
 
 
