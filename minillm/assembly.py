@@ -1,17 +1,22 @@
 """From a model to an engine: the cache, the state, the captured decode steps, and the options that shape them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from .cache import KVCache
+from .capture import CudaBackend
 from .engine import Engine
 from .errors import ConfigError
-from .graphs import CudaBackend, GraphRunner, make_runner
+from .graphs import GraphRunner, make_runner
 from .model import Llama
 from .sampling import Mode
 from .state import DecodeState
 from .step import decode_step
+
+UNTIL_DONE = "until_done"
+"""`steps_per_graph`: a launch makes steps until every row has ended."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +28,26 @@ class Options:
     max_waiting: int
     prefill_chunk: int | None
     prefix_reuse: bool
+    prefill_graphs: Sequence[int] | None
+    steps_per_graph: int | str
+    graph_pieces: int
 
     def __post_init__(self) -> None:
-        for name in ("max_waiting", "prefill_chunk"):
-            value = getattr(self, name)
-            if name == "prefill_chunk" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+        _check_count("max_waiting", self.max_waiting)
+        _check_count("graph_pieces", self.graph_pieces)
+        if self.prefill_chunk is not None:
+            _check_count("prefill_chunk", self.prefill_chunk)
+        if self.steps_per_graph != UNTIL_DONE:
+            _check_count("steps_per_graph", self.steps_per_graph, f", or {UNTIL_DONE!r}")
+        for size in self.prefill_graphs or ():
+            _check_count("a size in prefill_graphs", size)
         if not isinstance(self.prefix_reuse, bool):  # a text from a config file, "no", would switch it on
             raise ConfigError(f"prefix_reuse must be True or False, not {self.prefix_reuse!r}")
+
+
+def _check_count(name: str, value: object, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1{otherwise}, not {value!r}")
 
 
 def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:

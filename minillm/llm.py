@@ -50,6 +50,10 @@ class LLM:
         prefill_chunk: tokens of prompts that are read between two decode steps of others, who wait that long; None is
             512 on a GPU and 64 elsewhere.
         prefix_reuse: whether a prompt that begins like one before is read from where they part.
+        prefill_graphs: the lengths that prompts are padded to, each captured; () reads all prompts eagerly; None is
+            what measures best: some lengths up to 512 where there are fused kernels, else ().
+        steps_per_graph: decode steps in one launch; "until_done" makes one launch of a whole answer.
+        graph_pieces: in how many graphs a step is cut, for a model whose whole step does not fit in one.
     Raises: subclasses of MinillmError, a ValueError: ConfigError, CheckpointError, TokenizerError, MemoryLimitError,
         GraphError. Nothing stays allocated then.
     """
@@ -67,10 +71,16 @@ class LLM:
         max_waiting: int = 1024,
         prefill_chunk: int | None = None,
         prefix_reuse: bool = True,
+        prefill_graphs: Sequence[int] | None = None,
+        steps_per_graph: int | str = 1,
+        graph_pieces: int = 1,
     ) -> None:
         target = pick_device(device)
         check_graphs(graphs, has_gpu=target.type == "cuda")
-        options = Options(max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse)
+        options = Options(
+            max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse, prefill_graphs, steps_per_graph,
+            graph_pieces,
+        )  # fmt: skip
         path = resolve_model(model)
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
@@ -89,11 +99,17 @@ class LLM:
         max_waiting: int = 1024,
         prefill_chunk: int | None = None,
         prefix_reuse: bool = True,
+        prefill_graphs: Sequence[int] | None = None,
+        steps_per_graph: int | str = 1,
+        graph_pieces: int = 1,
     ) -> "LLM":
         """An LLM of a model that is in memory already (a benchmark's random weights), and this LLM's from here on."""
         llm = cls.__new__(cls)
         llm.tokenizer = tokenizer
-        options = Options(max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse)
+        options = Options(
+            max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse, prefill_graphs, steps_per_graph,
+            graph_pieces,
+        )  # fmt: skip
         llm._start(model, max_seq_len, options, progress=False)
         return llm
 

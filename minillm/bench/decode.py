@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..bandwidth import measure_read_bandwidth
+from ..capture import CudaBackend
 from ..errors import ConfigError
-from ..graphs import CudaBackend
 from ..request import Request
 from ..sampling import SamplingParams
 from .contest import SETTLE, Contestant, Entry, Prompts, Run, contest

@@ -25,8 +25,8 @@ from functools import partial
 import torch
 
 from ..bandwidth import measure_read_bandwidth
+from ..capture import CudaBackend
 from ..errors import MinillmError
-from ..graphs import CudaBackend
 from ..loading import pick_device
 from ..sampling import Mode
 from .machine import describe

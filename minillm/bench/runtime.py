@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from ..cache import KVCache
+from ..capture import Backend
 from ..config import ModelConfig
 from ..engine import Engine
 from ..errors import ConfigError
-from ..graphs import Backend, GraphRunner, Key, Step
+from ..graphs import GraphRunner, Key, Step
 from ..hub import resolve_model
 from ..kernels.fused import FusedOps
 from ..loading import Plan, load_model, make_plan, pick_device, pick_dtype, pick_kernels

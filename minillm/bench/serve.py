@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import torch
 
 from ..bandwidth import measure_read_bandwidth
+from ..capture import CudaBackend
 from ..errors import ConfigError, MinillmError
-from ..graphs import CudaBackend, kv_buckets
+from ..graphs import kv_buckets
 from ..sampling import Mode, SamplingParams
 from ..state import BROKEN
 from .machine import describe

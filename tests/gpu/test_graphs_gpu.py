@@ -10,10 +10,11 @@ import torch
 from small import parts
 
 from minillm.cache import KVCache
+from minillm.capture import CudaBackend
 from minillm.config import ModelConfig
 from minillm.engine import Engine
 from minillm.errors import GraphError
-from minillm.graphs import CudaBackend, GraphRunner, make_runner
+from minillm.graphs import GraphRunner, make_runner
 from minillm.llm import LLM
 from minillm.model import Llama
 from minillm.request import Request
