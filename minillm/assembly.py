@@ -11,6 +11,7 @@ from .engine import Engine
 from .errors import ConfigError
 from .graphs import GraphRunner, make_runner
 from .model import Llama
+from .prefill_graphs import LENGTHS, PrefillRunner
 from .sampling import Mode
 from .state import DecodeState
 from .step import decode_step
@@ -55,18 +56,26 @@ def build_engine(model: Llama, max_seq_len: int, options: Options, progress: boo
     device, dtype = model.weights.embed.device, model.weights.embed.dtype
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
-    runner = _capture(model, cache, state, options.graphs, progress)
+    prefills, runner = _capture(model, cache, state, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
-    return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
+    return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
 
 
-def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
+def _capture(
+    model: Llama, cache: KVCache, state: DecodeState, options: Options, progress: bool
+) -> tuple[PrefillRunner, GraphRunner]:
+    """What runs prefills and decode steps, captured as the options say: the prefills first, which are larger."""
+
     def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
         decode_step(model, cache, rows, kv_len, mode)
 
     device = state.tokens.device
     backend = CudaBackend(device) if device.type == "cuda" else None
+    lengths = options.prefill_graphs
+    if lengths is None:  # plain attention of a padded chunk reads the whole row
+        lengths = () if model.fused is None else LENGTHS
+    prefills = PrefillRunner(model, cache, lengths, backend)
     with tqdm(desc="capturing CUDA graphs", unit="graph", disable=not (progress and backend), leave=False) as bar:
 
         def show(done: int, total: int) -> None:
@@ -74,4 +83,6 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
             bar.update(done - bar.n)
 
         # the fused attention reads each row's length on the device, so one recording serves every length
-        return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
+        by_kv_length = model.fused is None
+        runner = make_runner(step, state, cache, options.graphs, backend, show, by_kv_length, prefills)
+    return prefills, runner

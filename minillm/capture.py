@@ -3,6 +3,7 @@
 `graphs.py` decides what is recorded, and in which order; here is how. Tests give a runner a `Backend` without a GPU.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
@@ -88,3 +89,25 @@ def _abandon(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
     except RuntimeError:
         return  # the capture was already invalid: ending it says so once more
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A graph that is finalised in mid-capture breaks the capture, so collect before, and not meanwhile."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def failure(what: str, backend: Backend, error: Exception, remedy: str) -> str:
+    """One sentence of a capture that failed: what it was, what was free, and what to do."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"capturing {what} failed with {backend.free_bytes() / 2**20:.0f} MiB free: {said}. "
+        f"{remedy}, free memory of other programs, or run with graphs='off'."
+    )

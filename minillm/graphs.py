@@ -13,7 +13,6 @@ All recordings share one memory pool, because only one runs at a time, and the l
 smaller ones find its memory and add none.
 """
 
-import gc
 import time
 import warnings
 from bisect import bisect_left
@@ -21,12 +20,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .cache import KVCache
-from .capture import Backend, Recording
+from .capture import Backend, Recording, failure, no_garbage_collection
 from .errors import ConfigError, GraphError
 from .sampling import Mode
 from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .prefill_graphs import PrefillRunner
 
 Step = Callable[[DecodeState, int, Mode], None]  # (state of n rows, kv_len, mode): one decode step
 Key = tuple[int, int, Mode]  # rows, kv_len, mode
@@ -60,6 +63,9 @@ class GraphReport:
     padded_rows: int = 0
     eager_steps: int = 0
     eager_reasons: Counter[str] = field(default_factory=Counter)
+    prefill_lengths: list[int] = field(default_factory=list)
+    prefill_replays: int = 0
+    eager_prefills: int = 0
 
 
 class GraphRunner:
@@ -111,7 +117,9 @@ class GraphRunner:
                     self._recordings[key] = self._record(self._backend, key)
                 except Exception as error:
                     self._recordings.clear()
-                    raise GraphError(self._failure(key, error)) from error
+                    what = f"the decode step of {key[0]} rows, {key[1]} KV positions, mode {key[2].name}"
+                    remedy = "Lower max_batch_size or max_seq_len"
+                    raise GraphError(failure(what, self._backend, error, remedy)) from error
                 if progress is not None:
                     progress(index + 1, len(keys))
         self.report.enabled, self.report.graphs = True, len(keys)
@@ -133,31 +141,18 @@ class GraphRunner:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No garbage collection (a graph finalised in mid-capture breaks the capture); state and scratch put back."""
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()
+        """What warm-ups write to the state and to the scratch slots is put back."""
         scratch = self._cache.kv[..., self._cache.scratch_slot, :]
         with self.on_stream():
             saved, saved_scratch, active = self._state.snapshot(), scratch.clone(), self._state.active
             active.fill_(False)  # so that the warm-up writes to the scratch slots only
         try:
-            yield
+            with no_garbage_collection():
+                yield
         finally:
             with self.on_stream():
                 self._state.restore(saved)
                 scratch.copy_(saved_scratch)
-            if collecting:
-                gc.enable()
-
-    def _failure(self, key: Key, error: Exception) -> str:
-        n, kv_len, mode = key
-        free = self._backend.free_bytes() if self._backend is not None else 0
-        return (
-            f"capturing the decode step of {n} rows, {kv_len} KV positions, mode {mode.name} failed with "
-            f"{free / 2**20:.0f} MiB free: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Lower max_batch_size or max_seq_len, free memory of other programs, or run with graphs='off'."
-        )
 
     def find(self, rows: int, kv_len: int, mode: Mode) -> Key | None:
         """The smallest recording that rows and kv_len fit in, or None."""
@@ -204,11 +199,15 @@ def make_runner(
     backend: Backend | None,
     progress: Callable[[int, int], None] | None = None,
     by_kv_length: bool = True,
+    prefills: "PrefillRunner | None" = None,
 ) -> GraphRunner:
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
 
     Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
     once and runs eagerly, "on" raises `GraphError`.
+
+    Args:
+        prefills: captured too, before the steps, which are smaller; and runs eagerly too if a capture fails.
     """
     check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
@@ -216,8 +215,12 @@ def make_runner(
     if graphs == "off":
         return runner
     try:
+        if prefills is not None:
+            prefills.capture(runner.report, progress)
         runner.capture(progress)
     except GraphError as error:
+        if prefills is not None:
+            prefills.close()
         if graphs == "on":
             raise
         warnings.warn(f"decoding without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)

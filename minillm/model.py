@@ -12,7 +12,6 @@ from .cache import KVCache
 from .config import ModelConfig
 from .kernels import DecodeOps, LayerOps, PromptOps, reference
 from .kernels.fused import FusedOps
-from .kernels.fused_prompt import FusedPrompt
 from .kernels.one_row import OneRow
 from .kernels.reference import Attend
 from .rope import rope_tables
@@ -32,7 +31,7 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, fused: FusedOps | None = None) -> None:
         self.config, self.weights, self.fused = config, weights, fused
         self._decode_ops: DecodeOps = reference if fused is None else fused
-        self._prompt_ops: PromptOps = reference if fused is None else FusedPrompt(fused)
+        self._prompt_ops: PromptOps = reference if fused is None else fused.prompt
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
         alone = OneRow.supports(config, weights.embed.device, weights.embed.dtype)
@@ -52,6 +51,25 @@ class Llama:
         x, rope = self.weights.embed[token_ids], self.rope[start:end]
         x = self._layers(ops, x, rope, rows, slots, cache, ops.chunk_attention(row, start))
         return self._logits(ops, x if all_logits else x[-1:])
+
+    @torch.inference_mode()
+    def prefill_padded(self, token_ids: Tensor, place: Tensor, cache: KVCache) -> Tensor:
+        """`prefill` of a chunk that is filled up to a fixed size. All but the size is in tensors: it can be captured.
+
+        Args:
+            token_ids: int64 [size]; what stands after the real ones must be valid token ids, and is not used.
+            place: int64 [3]: the row, the position of the first token, and how many of the tokens are real. With none,
+                nothing but the row's scratch slot is written.
+        Returns: float32 logits of the last real token, [1, vocab].
+        """
+        ops, (row, start, count) = self._prompt_ops, place.split(1)  # each [1]
+        index = torch.arange(token_ids.shape[0], device=token_ids.device)
+        real = index < count
+        slots = torch.where(real, start + index, cache.scratch_slot)
+        rope = self.rope[torch.where(real, start + index, 0)]
+        x = self.weights.embed[token_ids]
+        x = self._layers(ops, x, rope, row.repeat(len(index)), slots, cache, ops.placed_attention(place))
+        return self._logits(ops, x.index_select(0, (count - 1).clamp(min=0)))
 
     @torch.inference_mode()
     def decode(self, state: DecodeState, cache: KVCache, kv_len: int) -> Tensor:

@@ -34,13 +34,15 @@ NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that n
 
 @triton.jit
 def attention_kernel(
-    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
+    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, q_row, scale,
+    long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
-    q, out: [rows, heads, D]; k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
+    q, out: [rows, heads, D], the rows of q lie q_row elements apart, for q may be a part of q, k and v;
+    k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
     active: bytes [rows], 0 for padding, which stands at position 0.
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
     [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
@@ -52,6 +54,7 @@ def attention_kernel(
     length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
+    q += row.to(tl.int64) * (q_row - heads * D)  # so that q + at * D is the query of this head
     if length < long_from:
         short_way(
             q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at, split, length, scale,
