@@ -249,8 +249,8 @@ def test_the_json_holds_the_same() -> None:
     assert data["checks"][1] == {
         "name": "replay = eager", "passed": False, "seen": "1 of 9 recordings differ", "remedy": "report it"
     }  # fmt: skip
-    assert data["rows"][1]["share_of_ceiling"] == pytest.approx(0.5)
-    assert data["rows"][0]["idle"] == pytest.approx(0.8)
+    assert data["steps"][1]["share_of_ceiling"] == pytest.approx(0.5)
+    assert data["steps"][0]["idle"] == pytest.approx(0.8)
     assert data["memory"]["after capture"] == {"allocated": 3 * MIB, "reserved": 36 * MIB}
     assert len(data["kernels"]["graph"]) == 5
     assert data["verdict"] == "graphs gain 4.7x here."

@@ -97,7 +97,7 @@ def as_json(about: Mapping[str, str], findings: Findings) -> dict[str, Any]:
     """The same for a program: times in milliseconds, memory in bytes; None is what is not known."""
     return {
         **about,
-        "rows": [timing_row(findings, timing) for timing in findings.timings],
+        "steps": [timing_row(findings, timing) for timing in findings.timings],
         "checks": [vars(check) for check in findings.checks],
         "memory": {when: used._asdict() for when, used in findings.memory.items()},
         "kernels": {t.mode: [kernel._asdict() for kernel in t.kernels[:DEAREST]] for t in findings.timings},

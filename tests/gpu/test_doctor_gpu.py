@@ -57,12 +57,12 @@ def test_a_sound_model_passes_every_check(
     data, trace = (json.loads(path.read_text()) for path in files.values())
     assert [(check["name"], check["passed"]) for check in data["checks"]] == [(name, True) for name in CHECKS], out
     assert list(data["memory"]) == ["before capture", "after capture", "after close"]
-    assert [row["mode"] for row in data["rows"]] == ["eager", "graph"]
+    assert [row["mode"] for row in data["steps"]] == ["eager", "graph"]
     assert out.splitlines()[-1].startswith("verdict: ")
     if any("saw no kernels" in note for note in data["notes"]):
         pytest.skip(f"the profiler gives no kernels here: {data['notes']}")
     layers = 30 if shape == "smollm2-135m" else 2
-    for row in data["rows"]:
+    for row in data["steps"]:
         assert row["launches"] >= 5 * layers
         assert row["busy_ms"] > 0
         assert 0 <= row["idle"] < 1
