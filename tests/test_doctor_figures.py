@@ -238,7 +238,7 @@ def test_what_is_not_known_has_no_column() -> None:
     only = Findings(checks=[], timings=[Timing("eager", 7.5)])
     text = report({"machine": "a CPU"}, only)
     assert "a step     ms" in text
-    for word in ("ceiling", "launches", "gaps", "idle", "dearest", "memory", "verdict"):
+    for word in ("ceiling", "kernel", "gaps", "idle", "dearest", "memory", "verdict"):
         assert word not in text
 
 

@@ -53,8 +53,8 @@ def _timings(findings: Findings) -> str:
         Column("a step", "mode"),
         Column("ms", "step_ms", fixed(3)),
         Column("ceiling", "share_of_ceiling", percent),
-        Column("launches", "launches", fixed(0)),
-        Column("kernels ms", "busy_ms", fixed(3)),
+        Column("kernels", "launches", fixed(0)),
+        Column("kernel ms", "busy_ms", fixed(3)),
         Column("gaps ms", "gaps_ms", fixed(3)),
         Column("GPU idle", "idle", percent),
     ]
