@@ -35,12 +35,12 @@ class Parts(NamedTuple):
 
 
 def build(shape: str, rows: int = 1, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Parts:
-    """A deviation of 0.05 gives texts that go on changing; with 0.02, a text is one token again and again, and proves
-    nothing."""
+    """Matrices make what they multiply a little larger, so that a text goes on changing, and with its whole past. With
+    the usual deviation of 0.02, small models say one token again and again, which would prove nothing."""
     config, place = ModelConfig.from_dict(SHAPES[shape]), torch.device(device)
     torch.manual_seed(0)
     weights = allocate(config, place, dtype)
-    randomise(weights, 0.05)
+    randomise(weights, 1.2 / config.hidden_size**0.5)
     cache = KVCache(config, rows, CACHE, place, dtype)
     prompt = torch.randint(config.vocab_size, (PROMPT,)).tolist()
     return Parts(Llama(config, weights, CACHE), cache, DecodeState.allocate(rows, config.vocab_size, place), prompt)

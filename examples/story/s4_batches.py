@@ -83,32 +83,26 @@ def mixed(runner: GraphRunner, sizes: list[int]) -> float:
         return milliseconds(work, len(sizes))
 
 
+def tokens_of(parts: Parts, runner: GraphRunner, rows: int, padded: int) -> list[int]:
+    """The next tokens of the first `rows` rows, in a step of `padded` rows or more."""
+    begin(parts, rows)
+    torch.cuda.synchronize()  # the runner may have a stream of its own
+    with runner.on_stream():
+        runner.step(padded, CACHE, Mode.GREEDY)
+    torch.cuda.synchronize()
+    return parts.state.tokens[:rows].tolist()
+
+
 def measure(options: Options) -> list[Gain]:
     parts = build(options.shape, ROWS)
-    state, cache, device = parts.state, parts.cache, parts.cache.kv.device
-    cache.kv.normal_()
+    cache = parts.cache
     apart, together = pool_bytes(parts, share_pool=False), pool_bytes(parts, share_pool=True)
-    eager, graphs = make_runner(parts, None), make_runner(parts, CudaBackend(device))
-
+    eager, graphs = make_runner(parts, None), make_runner(parts, CudaBackend(cache.kv.device))
     for rows in range(1, ROWS + 1):
-        key = graphs.find(rows, CACHE, Mode.GREEDY)
-        assert key is not None
-        made = []
-        for runner, padded in ((eager, key[0]), (graphs, rows)):
-            begin(parts, rows)
-            torch.cuda.synchronize()  # the runner has a stream of its own
-            with runner.on_stream():
-                runner.step(padded, CACHE, Mode.GREEDY)
-            torch.cuda.synchronize()
-            made.append(state.tokens[:rows].tolist())
-        assert made[0] == made[1], rows
-
-    begin(parts, 3)
-    before = cache.kv.clone()
-    torch.cuda.synchronize()
-    with graphs.on_stream():
-        graphs.step(3, CACHE, Mode.GREEDY)
-    torch.cuda.synchronize()
+        padded = min(size for size in graphs.report.batch_sizes if size >= rows)
+        assert tokens_of(parts, eager, rows, padded) == tokens_of(parts, graphs, rows, rows), rows
+    before = cache.kv.normal_().clone()
+    tokens_of(parts, graphs, 3, 3)
     assert written(cache, before) == [[0, PROMPT], [1, PROMPT], [2, PROMPT], [3, cache.scratch_slot]]
 
     sizes = random.Random(0).choices(range(1, ROWS + 1), k=options.steps)
