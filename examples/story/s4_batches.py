@@ -107,7 +107,7 @@ def measure(options: Options) -> list[Gain]:
 
     sizes = random.Random(0).choices(range(1, ROWS + 1), k=options.steps)
     begin(parts, ROWS)
-    bars = {"eager": mixed(eager, sizes), "graphs, batch sizes padded": mixed(graphs, sizes)}
+    bars = {"eager": mixed(eager, sizes), "padded graphs": mixed(graphs, sizes)}
     checked = f"the tokens of 1 to {ROWS} rows, eager with the same padding; of 3 rows in 4, row 3 wrote to scratch"
     notes = [f"{graphs.report.graphs} graphs take {apart >> 20} MiB with a pool each, {together >> 20} MiB with one"]
     graphs.close()
