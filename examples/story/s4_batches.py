@@ -25,7 +25,8 @@ import sys
 import torch
 
 from minillm.cache import KVCache
-from minillm.graphs import Backend, CudaBackend, GraphRunner
+from minillm.capture import Backend, CudaBackend
+from minillm.graphs import GraphRunner
 from minillm.sampling import Mode
 from minillm.state import DecodeState
 from minillm.step import decode_step
