@@ -17,13 +17,13 @@ from tiny import make_tiny_model
 from minillm import hub
 from minillm.bench import runtime
 from minillm.bench.runtime import BenchRunner, Subject, make_subject
+from minillm.capture import Backend
 from minillm.doctor import accuracy, checks, examination, timing
 from minillm.doctor.__main__ import main
 from minillm.doctor.checks import replays
 from minillm.doctor.examination import Findings, examine
 from minillm.doctor.patient import PARAMS, Patient
 from minillm.errors import MemoryLimitError
-from minillm.graphs import Backend
 from minillm.model import Llama
 from minillm.sampling import Mode
 from minillm.state import DecodeState

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..bench.runtime import release, synchronize
-from ..graphs import Backend, GraphRunner, Key
+from ..capture import Backend
+from ..graphs import GraphRunner, Key
 from ..sampling import Mode
 from .patient import Patient
 

@@ -11,8 +11,8 @@ import torch
 
 from ..bandwidth import measure_read_bandwidth
 from ..bench.runtime import BenchRunner, Subject, needed_bytes, release
+from ..capture import Backend, CudaBackend
 from ..errors import GraphError, MemoryLimitError, MinillmError
-from ..graphs import Backend, CudaBackend
 from .accuracy import DECODE, PREFILL, accuracy
 from .checks import Bytes, Check, addresses, at_rest, attempt, in_use, memory, mib, no_sync, replays, stopped
 from .patient import Patient

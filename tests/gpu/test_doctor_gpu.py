@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from minillm.bench.runtime import BenchRunner, make_subject
+from minillm.capture import CudaBackend
 from minillm.doctor import timing
 from minillm.doctor.__main__ import main
 from minillm.doctor.busy import gpu_work
 from minillm.doctor.checks import at_rest, in_use, memory, no_sync, replays
 from minillm.doctor.patient import Patient
-from minillm.graphs import CudaBackend
 from minillm.sampling import Mode
 
 CUDA = torch.device("cuda", 0)
