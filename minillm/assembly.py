@@ -82,7 +82,6 @@ def _capture(
             bar.total = total
             bar.update(done - bar.n)
 
-        # the fused attention reads each row's length on the device, so one recording serves every length
-        by_kv_length = model.fused is None
-        runner = make_runner(step, state, cache, options.graphs, backend, show, by_kv_length, prefills)
+        kv_lengths = None if model.fused is None else model.fused.kv_lengths(cache.max_seq_len)
+        runner = make_runner(step, state, cache, options.graphs, backend, show, kv_lengths, prefills)
     return prefills, runner

@@ -74,7 +74,7 @@ class GraphRunner:
     Args:
         step: the function to record. state, cache: what it works on; they are put back after a capture.
         backend: None runs everything eagerly, for the reason `eager_reason`.
-        by_kv_length: whether the step's cost follows its kv_len argument, so that recordings of several are worth it.
+        kv_lengths: of the kv_len argument, recorded each, the longest last: that of the cache. None: `kv_buckets`.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class GraphRunner:
         cache: KVCache,
         backend: Backend | None,
         eager_reason: str = "graphs are off",
-        by_kv_length: bool = True,
+        kv_lengths: list[int] | None = None,
     ) -> None:
         self._step, self._state, self._cache, self._backend = step, state, cache, backend
         self._eager_reason = eager_reason
         self._batch_sizes = batch_buckets(cache.max_batch_size)
-        self._kv_lengths = kv_buckets(cache.max_seq_len) if by_kv_length else [cache.max_seq_len]
+        self._kv_lengths = kv_lengths or kv_buckets(cache.max_seq_len)
         self._recordings: dict[Key, Recording] = {}
         self.report = GraphReport(enabled=False)
 
@@ -198,7 +198,7 @@ def make_runner(
     graphs: str,
     backend: Backend | None,
     progress: Callable[[int, int], None] | None = None,
-    by_kv_length: bool = True,
+    kv_lengths: list[int] | None = None,
     prefills: "PrefillRunner | None" = None,
 ) -> GraphRunner:
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
@@ -211,7 +211,7 @@ def make_runner(
     """
     check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
-    runner = GraphRunner(step, state, cache, backend, reason, by_kv_length)
+    runner = GraphRunner(step, state, cache, backend, reason, kv_lengths)
     if graphs == "off":
         return runner
     try:

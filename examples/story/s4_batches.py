@@ -44,7 +44,7 @@ def make_runner(parts: Parts, backend: Backend | None) -> GraphRunner:
     def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
         decode_step(parts.model, parts.cache, rows, kv_len, mode)
 
-    runner = GraphRunner(step, parts.state, parts.cache, backend, by_kv_length=False)
+    runner = GraphRunner(step, parts.state, parts.cache, backend, kv_lengths=[parts.cache.max_seq_len])
     runner.capture()
     return runner
 

@@ -144,8 +144,9 @@ class Runtime:
 
     def runner(self, backend: Backend | None, ops: str = "plain", largest_first: bool = True) -> "BenchRunner":
         """A runner that has captured everything, or runs eagerly if there is no backend."""
-        by_kv_length = self.models[ops].fused is None  # as in `LLM`
-        runner = BenchRunner(self.step(ops), self.state, self.cache, backend, by_kv_length=by_kv_length)
+        fused = self.models[ops].fused
+        kv_lengths = None if fused is None else fused.kv_lengths(self.cache.max_seq_len)  # as in `LLM`
+        runner = BenchRunner(self.step(ops), self.state, self.cache, backend, kv_lengths=kv_lengths)
         runner.largest_first = largest_first
         runner.capture()
         return runner

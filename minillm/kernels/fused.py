@@ -34,6 +34,7 @@ PREPARED = (torch.bfloat16,)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 1024  # elements of an embedding that one program copies
 CHUNK = 2048  # logits that one program looks through at the end of a step
+ONLY_SHORT, ONLY_LONG, BOTH = range(3)  # the ways that `attention.py` is compiled for
 
 
 class Prepared(NamedTuple):
@@ -169,7 +170,7 @@ class FusedOps:
         Args:
             state: positions and active are read on the device, and before the kernel that precedes attention has
                 ended: an ordinary kernel, `begin`, must stand between what writes them and the first layer.
-            kv_len: not used: the length is positions + 1.
+            kv_len: as in `reference.row_attention`. It only says whether a row may be long: see `kv_lengths`.
         Returns: a function of q [n, heads, head_dim], whose rows may lie further apart, and one layer of the cache,
             to [n, heads * head_dim].
         """
@@ -180,16 +181,23 @@ class FusedOps:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
             shape, long_splits, long_from = self.attention_shapes[n - 1]
+            way = ONLY_LONG if long_from == 0 else ONLY_SHORT if kv_len < long_from else BOTH
             self._run(
                 self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
                 out, self.heads, self.kv_heads, kv.shape[3], q.stride(0), 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
+                WAY=way,
             )  # fmt: skip
             return out
 
         return attend
+
+    def kv_lengths(self, max_seq_len: int) -> list[int]:
+        """The KV lengths that steps are recorded for: while all rows are short, attention is a smaller kernel."""
+        some_long = any(0 < long_from < max_seq_len for *_, long_from in self.attention_shapes)
+        return [launch.LONG_FROM - 1, max_seq_len] if some_long else [max_seq_len]
 
     def _attention_shape(self, n: int, max_seq_len: int) -> tuple[launch.Splits, int, int]:
         """Of n rows: how attention is split, in how many splits the long way, and from which length on."""

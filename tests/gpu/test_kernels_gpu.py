@@ -87,26 +87,24 @@ def test_projections(name: str, n: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("long_from", [1, launch.LONG_FROM])
-def test_attention(name: str, dtype: torch.dtype, long_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways, from one token to all; unread places of the cache and the scratch memory are NaN. The long way has its
-    probabilities in the dtype of the model, hence the wider bound."""
+@pytest.mark.parametrize(("rows", "long_from"), [(6, launch.NEVER), (7, 1), (7, launch.LONG_FROM), (8, 0)])
+def test_attention(name: str, dtype: torch.dtype, rows: int, long_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the short way, of the long one, and of both; from one token to all; unread places of the cache and the
+    scratch memory are NaN. The long way has its probabilities in the dtype of the model, hence the wider bound."""
     monkeypatch.setattr(launch, "LONG_FROM", long_from)
     cfg, size = config(name), 5000
-    ops = FusedOps(cfg, 8, size, CUDA)
+    ops = FusedOps(cfg, rows, size, CUDA)
     for scratch in (ops.parts, ops.maxima, ops.sums):
         scratch.fill_(torch.nan)
-    positions = [0, 1, 63, 64, 511, 1024, 4095, size - 1]
+    positions = [size - 1, 4095, 0, 1, 511, 64, 1024, 63][:rows]
     q = cases.random(1, CUDA, dtype, len(positions), cfg.num_attention_heads, cfg.head_dim)
-    kv = cases.poisoned_cache(2, CUDA, dtype, 8, cfg.num_key_value_heads, size + 1, cfg.head_dim, positions)
+    kv = cases.poisoned_cache(2, CUDA, dtype, rows, cfg.num_key_value_heads, size + 1, cfg.head_dim, positions)
     with cases.poisoned_outputs():
-        got = ops.row_attention(cases.state_at(positions, cfg.vocab_size, CUDA), 0)(q, kv)
+        got = ops.row_attention(cases.state_at(positions, cfg.vocab_size, CUDA), size)(q, kv)
     want = cases.attention(q, kv, positions)
-    if long_from == 1:
-        assert (got.double() - want).abs().max() < 2 * torch.finfo(dtype).eps * want.abs().max()
-    else:
-        assert (got[:-2].double() - want[:-2]).abs().max() < torch.finfo(dtype).eps * want.abs().max()
-        assert (got[-2:].double() - want[-2:]).abs().max() < 2 * torch.finfo(dtype).eps * want.abs().max()
+    for row, position in enumerate(positions):
+        bound = (2 if position + 1 >= long_from else 1) * torch.finfo(dtype).eps * want.abs().max()
+        assert (got[row].double() - want[row]).abs().max() < bound
     assert not ops.head_counters.any()
 
 
