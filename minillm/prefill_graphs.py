@@ -79,8 +79,12 @@ class PrefillRunner:
 
     def find(self, count: int) -> int | None:
         """The smallest recorded length that holds `count` tokens, unless that is more than twice as many."""
-        fitting = [length for length in self._recordings if count <= length <= 2 * count]
-        return min(fitting, default=None)
+        length = self.smallest(count)
+        return length if length in self._recordings else None
+
+    def smallest(self, count: int) -> int | None:
+        """`find` among all lengths, recorded or not."""
+        return next((length for length in self._lengths if count <= length <= 2 * count), None)
 
     def read(self, token_ids: Sequence[int], row: int, start: int, all_logits: bool = False) -> Tensor:
         """See `Llama.prefill`; it runs on the current stream.
