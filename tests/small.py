@@ -31,6 +31,8 @@ class FakeRecording:
 class FakeBackend:
     """Replays by running the step again. Keeps a log, and can fail at the k-th capture."""
 
+    pieces = 1
+
     def __init__(self, fail_at: int | None = None) -> None:
         self.log: list[str] = []
         self.captures = 0
