@@ -79,11 +79,11 @@ class CudaDriver:
             call, kernel = ("cuFuncGetParamInfo", launch.func) if key[0] else ("cuKernelGetParamInfo", launch.kern)
             layout: list[tuple[int, int]] = []
             while True:
-                error, offset, size = getattr(self._cuda, call)(kernel, len(layout))
+                error, *place = getattr(self._cuda, call)(kernel, len(layout))
                 if error == self._cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # there are no more
                     break
                 self._check(call, error)
-                layout.append((int(offset), int(size)))
+                layout.append((int(place[0]), int(place[1])))
             self._layouts[key] = tuple(layout)
         return self._layouts[key]
 

@@ -115,7 +115,7 @@ class GraphRunner:
         if self._backend is None:
             return
         keys, started = self.keys(), time.perf_counter()
-        self._drop()
+        self._editor = None
         with self._undisturbed():
             for index, key in enumerate(keys):
                 try:

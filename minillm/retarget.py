@@ -137,6 +137,7 @@ class Editor:
                         self._read(index, executable, node)
         except RuntimeError as error:
             raise GraphError(f"the nodes of a captured graph cannot be read ({error}): capture anew") from error
+        self._hidden_in_order = sorted(self._hidden)
 
     def _read(self, recording: int, executable: Any, node: Any) -> None:
         kind = self._driver.kind(node)
@@ -190,11 +191,11 @@ class Editor:
         """(old, new) of every address that the recordings hold. Raises: GraphError."""
         if not moves:
             return []
-        hidden, plain = sorted(self._hidden), sorted(self._sites)
+        plain = sorted(self._sites)
         found: list[tuple[int, int]] = []
         for old, new in moves:
             start, end = old.data_ptr(), old.data_ptr() + _bytes(old)
-            for address in _within(hidden, start, end):
+            for address in _within(self._hidden_in_order, start, end):
                 raise GraphError(
                     f"the recordings cannot be pointed at another tensor of shape {list(old.shape)}, because "
                     f"{self._hidden[address]}: {REMEDY}"

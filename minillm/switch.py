@@ -60,7 +60,7 @@ def switch(engine: Engine, target: Target) -> None:
     Raises: GraphError if requests are open, or if the graphs cannot be pointed there; the engine goes on as before.
     """
     if engine.busy:
-        raise GraphError(f"{engine.open} requests are open: let them end, or cancel them, before a switch")
+        raise GraphError(f"requests are open: {engine.open}; let them end, or cancel them, before a switch")
     if engine.device.type == "cuda":
         # the target may have been made on another stream; and what is left behind may be freed when this returns
         torch.cuda.synchronize(engine.device)
