@@ -64,12 +64,15 @@ def switch(engine: Engine, target: Target) -> None:
     if engine.device.type == "cuda":
         # the target may have been made on another stream; and what is left behind may be freed when this returns
         torch.cuda.synchronize(engine.device)
-    engine.runner.retarget(step_of(target.model, target.cache), target.cache, _moves(engine.model, target.model))
+    engine.runner.retarget(
+        step_of(target.model, target.cache), target.cache, weight_moves(engine.model.weights, target.model.weights)
+    )
     engine.model, engine.cache, engine.memory = target.model, target.cache, target.memory
 
 
-def _moves(now: Llama, then: Llama) -> list[Move]:
-    old, new = now.weights.tensors(), then.weights.tensors()
+def weight_moves(now: Weights, then: Weights) -> list[Move]:
+    """What to move for other weights of the same config. Raises: GraphError if they are not."""
+    old, new = now.tensors(), then.tensors()
     if len(old) != len(new):
         raise GraphError(f"the weights are {len(new)} tensors, and those in use {len(old)}: give weights of one config")
     return list(zip(old, new, strict=True))
