@@ -136,7 +136,7 @@ class Editor:
                     for node in nodes:
                         self._read(index, executable, node)
         except RuntimeError as error:
-            raise GraphError(f"the nodes of a captured graph cannot be read ({error}): capture anew") from error
+            raise GraphError(f"the nodes of a captured graph cannot be read ({error}): {REMEDY}") from error
         self._hidden_in_order = sorted(self._hidden)
 
     def _read(self, recording: int, executable: Any, node: Any) -> None:
@@ -151,7 +151,7 @@ class Editor:
     def _read_kernel(self, recording: int, executable: Any, node: Any) -> None:
         kernel = self._driver.kernel(node)
         if bool(kernel.layout) != bool(kernel.arguments):
-            raise GraphError("a captured kernel does not show its arguments, so it cannot be edited: capture anew")
+            raise GraphError(f"a captured kernel does not show its arguments, so it cannot be edited: {REMEDY}")
         if not kernel.layout:
             return
         call = _Call(self._driver, executable, node, kernel)

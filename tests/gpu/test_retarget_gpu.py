@@ -193,7 +193,7 @@ def test_a_change_that_fails_half_way_is_taken_back(bindings: None, monkeypatch:
         edit(*given)
 
     monkeypatch.setattr(driver, "edit", fail)
-    with pytest.raises(GraphError, match="injected.*as they were"):
+    with pytest.raises(GraphError, match=r"injected.*as they were"):
         point(runner, here, there)
     assert edits == 20 + 19
     check(runner, built, here, Mode.GREEDY, [there[1].kv])
@@ -249,7 +249,7 @@ def test_one_engine_serves_two_conversations_and_two_fine_tunes(bindings: None) 
             switch(engine, targets[index])
             got.append(answer(engine, prompt))
         assert [cached for _, cached in got] == [0, 0, 0, 39, 39, 39]
-        assert engine.runner.report.eager_steps == (0 if graphs == "on" else engine.runner.report.eager_steps)
+        assert (engine.runner.report.eager_steps == 0) == (graphs == "on")
         answers.append([ids for ids, _ in got])
         engine.shut_down(GraphError("done"))
     assert answers[0] == answers[1]
