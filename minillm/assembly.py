@@ -11,10 +11,10 @@ from .engine import Engine
 from .errors import ConfigError
 from .graphs import GraphRunner, make_runner
 from .model import Llama
+from .pieces import Cuts
 from .prefill_graphs import LENGTHS, PrefillRunner
-from .sampling import Mode
 from .state import DecodeState
-from .step import decode_step
+from .step import step_of
 
 UNTIL_DONE = "until_done"
 """`steps_per_graph`: a launch makes steps until every row has ended."""
@@ -52,26 +52,23 @@ def _check_count(name: str, value: object, otherwise: str = "") -> None:
 
 
 def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:
-    """Allocate cache and state, and capture. Raises: GraphError."""
+    """Allocate cache and state, and capture. Raises: ConfigError for more graph_pieces than layers, GraphError."""
+    cuts = Cuts(model.config.num_hidden_layers, options.graph_pieces)
     device, dtype = model.weights.embed.device, model.weights.embed.dtype
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
-    prefills, runner = _capture(model, cache, state, options, progress)
+    prefills, runner = _capture(model, cache, state, cuts, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
     return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
 
 
 def _capture(
-    model: Llama, cache: KVCache, state: DecodeState, options: Options, progress: bool
+    model: Llama, cache: KVCache, state: DecodeState, cuts: Cuts, options: Options, progress: bool
 ) -> tuple[PrefillRunner, GraphRunner]:
     """What runs prefills and decode steps, captured as the options say: the prefills first, which are larger."""
-
-    def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
-        decode_step(model, cache, rows, kv_len, mode)
-
-    device = state.tokens.device
-    backend = CudaBackend(device) if device.type == "cuda" else None
+    step, device = step_of(model, cache, cuts), state.tokens.device
+    backend = CudaBackend(device, cuts=cuts) if device.type == "cuda" else None
     lengths = options.prefill_graphs
     if lengths is None:  # plain attention of a padded chunk reads the whole row
         lengths = () if model.fused is None else LENGTHS

@@ -17,7 +17,7 @@ import time
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from .cache import KVCache
 from .capture import Backend, Recording, failure, no_garbage_collection
 from .errors import ConfigError, GraphError
+from .retarget import Editor, Move, check_moves
 from .sampling import Mode
 from .state import DecodeState
 
@@ -51,14 +52,22 @@ def kv_buckets(max_seq_len: int) -> list[int]:
 
 @dataclass
 class GraphReport:
-    """What the runner did. Bytes are those of the pool, seconds those of warm-up and capture."""
+    """What the runner did. Bytes are those of the pool, capture seconds those of warm-up and capture.
+
+    Attributes:
+        pieces: CUDA graphs in each of the `graphs` recordings.
+        retargets, retarget_seconds: how often they were pointed at other tensors, and for how long in all.
+    """
 
     enabled: bool
     batch_sizes: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     graphs: int = 0
+    pieces: int = 1
     capture_seconds: float = 0.0
     pool_bytes: int = 0
+    retargets: int = 0
+    retarget_seconds: float = 0.0
     replays: int = 0
     padded_rows: int = 0
     eager_steps: int = 0
@@ -91,6 +100,7 @@ class GraphRunner:
         self._batch_sizes = batch_buckets(cache.max_batch_size)
         self._kv_lengths = kv_lengths or kv_buckets(cache.max_seq_len)
         self._recordings: dict[Key, Recording] = {}
+        self._editor: Editor | None = None  # of the recordings, once it is needed
         self.report = GraphReport(enabled=False)
 
     def on_stream(self) -> AbstractContextManager[object]:
@@ -111,6 +121,7 @@ class GraphRunner:
         if self._backend is None:
             return
         keys, started = self.keys(), time.perf_counter()
+        self._editor = None
         with self._undisturbed():
             for index, key in enumerate(keys):
                 try:
@@ -122,7 +133,7 @@ class GraphRunner:
                     raise GraphError(failure(what, self._backend, error, remedy)) from error
                 if progress is not None:
                     progress(index + 1, len(keys))
-        self.report.enabled, self.report.graphs = True, len(keys)
+        self.report.enabled, self.report.graphs, self.report.pieces = True, len(keys), self._backend.pieces
         self.report.batch_sizes, self.report.kv_lengths = self._batch_sizes, self._kv_lengths
         self.report.capture_seconds = time.perf_counter() - started
 
@@ -175,9 +186,53 @@ class GraphRunner:
             self.report.padded_rows += key[0] - (rows if live is None else live)
             self._recordings[key].replay()
 
+    def retarget(self, step: Step, cache: KVCache, moves: Sequence[Move] = ()) -> None:
+        """Point every recording at another cache of the same sizes, or at other tensors, without capturing again.
+
+        Steps launched already are not changed. Only kernels that show their arguments can be edited: `retarget.py`.
+        `switch.py` does this for an engine.
+
+        Args:
+            step: the same step on the new tensors, for what runs eagerly. It must hold all that the recordings use
+                then, and what they go on using.
+            cache: the new cache, or the same.
+            moves: (old, new) of other tensors, such as weights, of equal shape and dtype.
+        Raises: GraphError. Everything is as before then, unless it says that the graphs were dropped.
+        """
+        started = time.perf_counter()
+        moves = [(self._cache.kv, cache.kv), *moves]
+        if self._recordings and self._backend is not None:
+            self._edit(self._backend, moves)
+        else:
+            check_moves(moves)
+        self._step, self._cache = step, cache
+        self.report.retargets += 1
+        self.report.retarget_seconds += time.perf_counter() - started
+
+    def _edit(self, backend: Backend, moves: list[Move]) -> None:
+        try:
+            with backend.on_stream():
+                self._editor = self._editor or backend.editor(list(self._recordings.values()))
+                self._editor.retarget(moves)
+        except GraphError:
+            raise
+        except BaseException as error:  # some kernels may be edited and others not: no replay would be right
+            self._drop()
+            self.report.enabled, self._eager_reason = False, "retarget failed"
+            if not isinstance(error, Exception):
+                raise
+            raise GraphError(
+                f"half of a change of the graphs could not be taken back ({error}), so the graphs were dropped: steps "
+                "run eagerly from here on; make the engine anew"
+            ) from error
+
+    def _drop(self) -> None:
+        self._editor = None
+        self._recordings.clear()
+
     def close(self) -> None:
         """Drop the recordings, before the memory that they point at."""
-        self._recordings.clear()
+        self._drop()
         if self._backend is not None:
             self._backend.close()
         self._backend = None

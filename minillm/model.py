@@ -5,6 +5,9 @@ two callers is only how a token finds the past that it attends to: a chunk of on
 row sees its whole row. `kernels/reference.py` defines the operations.
 """
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,8 +37,22 @@ class Llama:
         self._prompt_ops: PromptOps = reference if fused is None else fused.prompt
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
-        alone = OneRow.supports(config, weights.embed.device, weights.embed.dtype)
-        self.one_row = OneRow(config, weights, self.rope) if alone else None
+        self.one_row = self._one_row()
+
+    def _one_row(self) -> OneRow | None:
+        supported = OneRow.supports(self.config, self.weights.embed.device, self.weights.embed.dtype)
+        return OneRow(self.config, self.weights, self.rope) if supported else None
+
+    def with_weights(self, weights: Weights) -> "Llama":
+        """This model with other weights, of the same config, device and dtype.
+
+        The two share the rotary table and the kernels with their scratch memory, so only one may run at a time; and a
+        graph captured of one, pointed at the weights of the other (`retarget.py`), runs on memory that both hold.
+        """
+        other = copy.copy(self)
+        other.weights = weights
+        other.one_row = other._one_row()
+        return other
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, row: int, start: int, cache: KVCache, all_logits: bool = False) -> Tensor:
@@ -72,11 +89,14 @@ class Llama:
         return self._logits(ops, x.index_select(0, (count - 1).clamp(min=0)))
 
     @torch.inference_mode()
-    def decode(self, state: DecodeState, cache: KVCache, kv_len: int) -> Tensor:
+    def decode(
+        self, state: DecodeState, cache: KVCache, kv_len: int, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
         """One step of the n rows of the state, which is not changed. All but kv_len is a tensor: it can be captured.
 
         Args:
             kv_len: how much of the cache is read, more than every active row's position.
+            after_layer: called after each layer with the number of layers done, except on the short way of `one_row`.
         Returns: float32 logits [n, vocab] of the tokens that the rows feed.
         """
         if self.one_row is not None and state.rows.shape[0] == 1:
@@ -85,11 +105,12 @@ class Llama:
         first = self.weights.layers[0].input_norm
         x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot, first)
         attend = ops.row_attention(state, kv_len)
-        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend))
+        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend, after_layer))
 
     def _layers(
-        self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
-    ) -> Tensor:
+        self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run every layer on N tokens, and return the residual stream [N, hidden].
 
         Args:
@@ -104,6 +125,8 @@ class Llama:
             q = ops.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
             x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x, w.post_norm)
             x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x, following[index])
+            if after_layer is not None:
+                after_layer(index + 1)
         return x
 
     def _logits(self, ops: LayerOps, x: Tensor) -> Tensor:

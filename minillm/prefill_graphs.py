@@ -77,6 +77,14 @@ class PrefillRunner:
         self._report.pool_bytes += backend.reserved_bytes() - before
         return recording
 
+    def beside(self, model: Llama, cache: KVCache) -> "PrefillRunner":
+        """The same for another model and cache of these shapes, recorded if this one is. Raises: GraphError."""
+        other = PrefillRunner(model, cache, self._lengths, self._backend)
+        other._report = self._report
+        if self._recordings:
+            other.capture(self._report)
+        return other
+
     def find(self, count: int) -> int | None:
         """The smallest recorded length that holds `count` tokens, unless that is more than twice as many."""
         length = self.smallest(count)

@@ -31,7 +31,8 @@ class FakeRecording:
 class FakeBackend:
     """Replays by running the step again. Keeps a log, and can fail at the k-th capture."""
 
-    def __init__(self, fail_at: int | None = None) -> None:
+    def __init__(self, fail_at: int | None = None, pieces: int = 1) -> None:
+        self.pieces = pieces
         self.log: list[str] = []
         self.captures = 0
         self.fail_at = fail_at

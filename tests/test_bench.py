@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|prefill|serve|traffic|pool|picture",)),
+        ([], ("decode|prefill|serve|traffic|pool|retarget|pieces|picture",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),
@@ -154,8 +154,8 @@ def test_bad_input_gets_one_line(
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("bench", ["serve", "pool"])
-def test_serve_and_pool_say_that_they_need_a_gpu(
+@pytest.mark.parametrize("bench", ["serve", "pool", "retarget", "pieces"])
+def test_what_measures_graphs_says_that_it_needs_a_gpu(
     bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -171,7 +171,7 @@ def test_missing_extras_are_named(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "pip install transformers" in fails(capsys, *SMALL, "--peers", "eager")
 
 
-@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["pool"]])
+@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["pool"], ["retarget"], ["pieces"]])
 def test_help_names_every_option_and_its_default(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*bench, "--help"]) == 0
     out = capsys.readouterr().out

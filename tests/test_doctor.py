@@ -15,7 +15,7 @@ from small import FakeBackend, FakeRecording
 from tiny import make_tiny_model
 
 from minillm import hub
-from minillm.bench import runtime
+from minillm import step as steps
 from minillm.bench.runtime import BenchRunner, Subject, make_subject
 from minillm.capture import Backend
 from minillm.doctor import accuracy, checks, examination, timing
@@ -179,12 +179,12 @@ def test_the_shell_gets_the_exit_status(tiny: Path) -> None:
 # ---------------------------------------------------------------------- faults are found
 
 
-Decode = Callable[[Llama, DecodeState, Any, int], torch.Tensor]
+Decode = Callable[..., torch.Tensor]
 
 
 def one_row_errs(right: Decode) -> Decode:
-    def decode(model: Llama, state: DecodeState, cache: Any, kv_len: int) -> torch.Tensor:
-        logits = right(model, state, cache, kv_len)
+    def decode(model: Llama, state: DecodeState, *rest: Any) -> torch.Tensor:
+        logits = right(model, state, *rest)
         logits[-1, 0] += 1.0  # one number of one row
         return logits
 
@@ -192,10 +192,10 @@ def one_row_errs(right: Decode) -> Decode:
 
 
 def positions_stay(right: Decode) -> Decode:
-    def decode(model: Llama, state: DecodeState, cache: Any, kv_len: int) -> torch.Tensor:
+    def decode(model: Llama, state: DecodeState, *rest: Any) -> torch.Tensor:
         state.positions.sub_(1)
         try:
-            return right(model, state, cache, kv_len)
+            return right(model, state, *rest)
         finally:
             state.positions.add_(1)
 
@@ -235,14 +235,14 @@ def test_a_prefill_that_errs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_that_moves_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    right, kept = runtime.decode_step, []
+    right, kept = steps.decode_step, []
 
-    def step(model: Llama, cache: Any, state: DecodeState, kv_len: int, mode: Mode) -> None:
-        right(model, cache, state, kv_len, mode)
+    def step(model: Llama, cache: Any, *rest: Any) -> None:
+        right(model, cache, *rest)
         kept.append(cache.kv)
         cache.kv = cache.kv.clone()
 
-    monkeypatch.setattr(runtime, "decode_step", step)
+    monkeypatch.setattr(steps, "decode_step", step)
     status, out, _ = ask(capsys, "--shape", "tiny")
     assert status == 1
     (failed,) = lines_of(out, "FAILED")
@@ -256,7 +256,7 @@ def test_a_step_that_raises_fails_and_is_reported(
     def step(*_: object) -> None:
         raise RuntimeError("the kernel is broken\nand more")
 
-    monkeypatch.setattr(runtime, "decode_step", step)
+    monkeypatch.setattr(steps, "decode_step", step)
     status, out, _ = ask(capsys, "--shape", "tiny")
     assert status == 1
     (failed,) = lines_of(out, "FAILED")

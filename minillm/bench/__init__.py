@@ -1,4 +1,4 @@
-"""`python -m minillm.bench decode|prefill|serve|traffic|pool|picture`: what a step or a prompt costs, beside its floor.
+"""`python -m minillm.bench decode|prefill|serve|traffic|pool|retarget|pieces|picture`: what a step or a prompt costs.
 
 A figure without its circumstances says nothing, so every table names the machine, the versions, the command, and the
 ceiling measured in the same run, of memory bandwidth or of arithmetic; and every decode step and every prefill stands
@@ -10,6 +10,8 @@ that a machine that warms up or slows down does so for all.
     serve    batches of mixed sizes one after another: latency, its jitter, requests per second
     traffic  requests that come and go: latency, requests per second, and what the engine leaves of a bare replay
     pool     the memory that the graphs hold, for three ways to record them
+    retarget the graphs pointed at another cache or other weights, beside capturing them anew
+    pieces   a step captured as one graph, or as several
     picture  measures nothing: draws what `decode --json` has written
 
 Read `runtime.py` (what is measured), then `decode.py` or `prefill.py`; `report.py` is the arithmetic and the table.
