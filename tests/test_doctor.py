@@ -16,6 +16,7 @@ from tiny import make_tiny_model
 
 from minillm import hub
 from minillm import step as steps
+from minillm.bench import runtime
 from minillm.bench.runtime import BenchRunner, Subject, make_subject
 from minillm.capture import Backend
 from minillm.doctor import accuracy, checks, examination, timing
