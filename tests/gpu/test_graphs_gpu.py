@@ -54,7 +54,9 @@ def admit(built: Parts, row: int, position: int, params: SamplingParams) -> None
 
 def everything(built: Parts) -> list[torch.Tensor]:
     torch.cuda.synchronize()
-    return [*built[2].snapshot(), built[1].kv.clone()]
+    copies = [*built[2].snapshot(), built[1].kv.clone()]
+    torch.cuda.synchronize()  # a step that follows, on its own stream, must not overtake them
+    return copies
 
 
 def params_of(mode: Mode) -> SamplingParams:

@@ -78,7 +78,8 @@ def test_replay_equals_eager_of_the_same_padded_inputs(name: str, fused: bool) -
                 want = pair.model.prefill_padded(padded, torch.tensor(place, device=CUDA), other)
             torch.cuda.synchronize()
             assert torch.equal(got, want), (length, count)
-            assert torch.equal(pair.cache.kv, other.kv), (length, count)
+            # which of the padding tokens writes last to the scratch slot is open
+            assert torch.equal(pair.cache.kv[..., :-1, :], other.kv[..., :-1, :]), (length, count)
     assert pair.report.prefill_replays == 2 * len(LENGTHS)
 
 

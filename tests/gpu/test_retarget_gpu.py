@@ -68,6 +68,7 @@ def runner_of(built: Parts, pieces: int = 1, backend: CudaBackend | None = None)
         kv_lengths=None if model.fused is None else model.fused.kv_lengths(cache.max_seq_len),
     )
     runner.capture()
+    torch.cuda.synchronize()  # the state is put back on the stream of the steps
     return runner
 
 
