@@ -73,8 +73,17 @@ class CudaBackend:
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
+        """The stream, which begins when what was launched before has run; and what is launched after it waits for it.
+
+        Streams know nothing of each other: without this, a first step could read a state that is not yet zero.
+        """
+        outer = torch.cuda.current_stream(self.device)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if outer != self.stream:
+                self.stream.wait_stream(outer)
             yield
+        if outer != self.stream:
+            outer.wait_stream(self.stream)
 
     def warm_up(self, step: Callable[[], None]) -> None:
         with self.on_stream():

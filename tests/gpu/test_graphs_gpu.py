@@ -420,3 +420,20 @@ def vars_of(config: ModelConfig) -> dict[str, object]:
         "num_key_value_heads", "max_position_embeddings",
     )  # fmt: skip
     return {name: getattr(config, name) for name in names}
+
+
+def test_steps_wait_for_what_was_launched_before_and_are_waited_for() -> None:
+    """Once, the first thing on the stream of the steps was a copy of a state that was still to be set to zero."""
+    backend = CudaBackend(CUDA)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        value = torch.zeros(1, device=CUDA)
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        value.fill_(1)
+        with backend.on_stream():
+            seen = value.clone()
+            torch.cuda._sleep(20_000_000)
+            value.fill_(2)
+        after = value.clone()
+        torch.cuda.synchronize()
+        assert (seen.item(), after.item()) == (1, 2)
