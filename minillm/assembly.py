@@ -32,6 +32,11 @@ class Options:
     steps_per_graph: int | str
     graph_pieces: int
 
+    @property
+    def steps(self) -> int:
+        """Decode steps in one recording."""
+        return self.steps_per_graph if isinstance(self.steps_per_graph, int) else 1
+
     def __post_init__(self) -> None:
         _check_count("max_waiting", self.max_waiting)
         _check_count("graph_pieces", self.graph_pieces)
@@ -55,13 +60,13 @@ def build_engine(model: Llama, max_seq_len: int, options: Options, progress: boo
     device, dtype = model.weights.embed.device, model.weights.embed.dtype
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
-    runner = _capture(model, cache, state, options.graphs, progress)
+    runner = _capture(model, cache, state, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
     return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
 
 
-def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, progress: bool) -> GraphRunner:
+def _capture(model: Llama, cache: KVCache, state: DecodeState, options: Options, progress: bool) -> GraphRunner:
     def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
         decode_step(model, cache, rows, kv_len, mode)
 
@@ -74,4 +79,5 @@ def _capture(model: Llama, cache: KVCache, state: DecodeState, graphs: str, prog
             bar.update(done - bar.n)
 
         # the fused attention reads each row's length on the device, so one recording serves every length
-        return make_runner(step, state, cache, graphs, backend, show, by_kv_length=model.fused is None)
+        by_kv_length = model.fused is None
+        return make_runner(step, state, cache, options.graphs, backend, show, by_kv_length, options.steps)

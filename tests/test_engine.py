@@ -19,14 +19,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def engine_of(
-    rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16, reuse: bool = True
+    rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16, reuse: bool = True, steps: int = 1
 ) -> Engine:
     model, cache, state = parts(rows, max_seq_len)
 
     def step(part: DecodeState, kv_len: int, mode: Mode) -> None:
         decode_step(model, cache, part, kv_len, mode)
 
-    runner = GraphRunner(step, state, cache, FakeBackend() if graphs else None)
+    runner = GraphRunner(step, state, cache, FakeBackend() if graphs else None, steps=steps)
     runner.capture()
     return Engine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse)
 
