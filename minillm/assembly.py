@@ -10,6 +10,7 @@ from .capture import CudaBackend
 from .engine import Engine
 from .errors import ConfigError
 from .graphs import GraphRunner, make_runner
+from .looping import LoopEngine, make_loops
 from .model import Llama
 from .sampling import Mode
 from .state import DecodeState
@@ -63,7 +64,10 @@ def build_engine(model: Llama, max_seq_len: int, options: Options, progress: boo
     runner = _capture(model, cache, state, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
-    return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
+    loops = make_loops(runner, cache, options.graphs) if options.steps_per_graph == UNTIL_DONE else None
+    if loops is None:
+        return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
+    return LoopEngine(model, cache, state, runner, chunk, options.prefix_reuse, loops=loops)
 
 
 def _capture(model: Llama, cache: KVCache, state: DecodeState, options: Options, progress: bool) -> GraphRunner:

@@ -5,9 +5,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from .readback import Tape
+from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .while_node import Turn
 
 
 class Recording(Protocol):
@@ -16,12 +22,26 @@ class Recording(Protocol):
     def replay(self) -> None: ...
 
 
+class Loop(Protocol):
+    """A captured step that repeats itself on the device; `while_node.py` describes it."""
+
+    def launch(self) -> None: ...
+
+    def ended(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Backend(Protocol):
     """What a runner needs of a device: tests give it one that needs no GPU."""
 
     def warm_up(self, step: Callable[[], None]) -> None: ...
 
     def capture(self, step: Callable[[], None]) -> Recording: ...
+
+    def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop: ...
 
     def free_bytes(self) -> int: ...
 
@@ -48,6 +68,7 @@ class CudaBackend:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle() if share_pool else None
+        self._turn: Turn | None = None
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -60,7 +81,7 @@ class CudaBackend:
             self.stream.synchronize()
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # a loop is made of it
         torch._C._cuda_clearCublasWorkspaces()
         with self.on_stream(), ExitStack() as on_error:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -68,11 +89,24 @@ class CudaBackend:
             step()
             on_error.pop_all()
             graph.capture_end()
+            graph.instantiate()
         torch._C._cuda_clearCublasWorkspaces()
         return graph
 
+    def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop:
+        """The recording, in a WHILE node. Raises: GraphError."""
+        from .while_node import Turn, WhileNode
+
+        assert isinstance(recording, torch.cuda.CUDAGraph)
+        with self.on_stream():
+            self._turn = self._turn or Turn(self.device)
+            return WhileNode(self._turn, recording, state, tape)
+
     def close(self) -> None:
         self.stream.synchronize()
+        if self._turn is not None:
+            self._turn.close()
+        self._turn = None
         torch._C._cuda_clearCublasWorkspaces()
 
     def free_bytes(self) -> int:

@@ -103,13 +103,16 @@ class Engine:
         """Read prompts, enqueue one decode step, deliver what is due. A device's error ends every open request."""
         try:
             with self.on_stream():
-                self._read_prompts()
-                enqueued = self._decode()
-                self._deliver(keep=1 if enqueued and self._on_gpu else 0)
+                self._advance()
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
             self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _advance(self) -> None:
+        self._read_prompts()
+        enqueued = self._decode()
+        self._deliver(keep=1 if enqueued and self._on_gpu else 0)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """The stream of all steps. A thread that owns the engine enters it once, which spares every step to."""

@@ -26,8 +26,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from .cache import KVCache
-from .capture import Backend, Recording
+from .capture import Backend, Loop, Recording
 from .errors import ConfigError, GraphError
+from .readback import Tape
 from .sampling import Mode
 from .state import DecodeState
 
@@ -200,9 +201,18 @@ class GraphRunner:
             self.report.eager_reasons[self._eager_reason if not self._recordings else "no bucket fits"] += 1
             self._run(rows, kv_len, mode)
         else:
-            self.report.replays += 1
-            self.report.padded_rows += key[0] - (rows if live is None else live)
+            self.count_replay(key, rows if live is None else live)
             self._recordings[key].replay()
+
+    def count_replay(self, key: Key, live: int) -> None:
+        """Note a launch of a recording, in which `live` rows were no padding."""
+        self.report.replays += 1
+        self.report.padded_rows += key[0] - live
+
+    def make_loop(self, key: Key, tape: Tape) -> Loop:
+        """A recording as a loop on the device. Raises: GraphError."""
+        assert self._backend is not None
+        return self._backend.loop(self._recordings[key], self._state.narrow(0, key[0]), tape)
 
     def close(self) -> None:
         """Drop the recordings, before the memory that they point at."""

@@ -50,3 +50,34 @@ class Readback:
         if ready is not None:
             ready.record()
         self.tickets.append(Ticket(host, ready, requests))
+
+
+class Tape:
+    """What a loop on the device and the host tell each other while it runs, in pinned memory that both see.
+
+    The device writes a line of the ring and then `done`; the host reads `done` and then the lines below it, so it never
+    sees half of one.
+
+    Args:
+        depth: steps that one launch can make.
+    Attributes:
+        ring: int32 [depth, rows * 3], the output of each step since the launch; of fewer rows, the beginning of a line.
+        done: int32 [1], how many steps that is. halt: int32 [1], 1 ends the loop after the step that it is at.
+    """
+
+    def __init__(self, rows: int, depth: int, pinned: bool) -> None:
+        self.ring, self.done, self.halt = (
+            torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for shape in ((depth, rows * 3), 1, 1)
+        )
+        self._read = 0
+
+    def rewind(self, halt: bool) -> None:
+        """Get ready for a launch, which makes one step only if it finds `halt` set."""
+        self.done.zero_()
+        self.halt.fill_(halt)
+        self._read = 0
+
+    def read(self) -> list[list[int]]:
+        """The lines that have come since the last call."""
+        start, self._read = self._read, int(self.done.item())
+        return self.ring[start : self._read].tolist()

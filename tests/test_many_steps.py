@@ -14,19 +14,20 @@ from minillm.graphs import GraphRunner, make_runner
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import DecodeState
 
-MANY = [2, 3, 16]
-each = pytest.mark.parametrize("steps", MANY)
+each = pytest.mark.parametrize(
+    ("steps", "pace"), [(2, 0), (3, 0), (16, 0), ("until_done", 1), ("until_done", 3), ("until_done", 1000)]
+)
 
 
-def many(steps: int, rows: int = 4, **more: int) -> Engine:
-    return engine_of(rows, graphs=True, steps=steps, **more)
+def many(steps: int | str, pace: int, rows: int = 4, max_seq_len: int = 64) -> Engine:
+    return engine_of(rows, max_seq_len, graphs=True, steps=steps, pace=pace)
 
 
 @each
-def test_ragged_batch_equals_single_runs(steps: int) -> None:
+def test_ragged_batch_equals_single_runs(steps: int | str, pace: int) -> None:
     """With limits that are no multiple of the steps, and one that the first token reaches."""
     cases = [(prompt_of(n, n), new) for n, new in ((3, 20), (17, 4), (9, 12), (33, 7), (1, 1), (16, 15), (5, 25))]
-    engine = many(steps)
+    engine = many(steps, pace)
     texts = run(engine, *(request(p, new=new) for p, new in cases))
     for (prompt, new), text in zip(cases, texts, strict=True):
         assert len(text) == new
@@ -35,19 +36,19 @@ def test_ragged_batch_equals_single_runs(steps: int) -> None:
 
 
 @each
-def test_sampled_rows_beside_greedy_ones(steps: int) -> None:
+def test_sampled_rows_beside_greedy_ones(steps: int | str, pace: int) -> None:
     params = [GREEDY, SamplingParams(seed=1, top_p=0.4), SamplingParams(seed=2, repetition_penalty=1.5, top_k=4)]
-    texts = run(many(steps), *(request(prompt_of(6, i), p, new=11 + 5 * i) for i, p in enumerate(params)))
+    texts = run(many(steps, pace), *(request(prompt_of(6, i), p, new=11 + 5 * i) for i, p in enumerate(params)))
     assert texts == [solo(prompt_of(6, i), p, new=11 + 5 * i) for i, p in enumerate(params)]
 
 
 @each
-def test_what_comes_after_an_end_token_is_discarded(steps: int) -> None:
+def test_what_comes_after_an_end_token_is_discarded(steps: int | str, pace: int) -> None:
     prompt = prompt_of(5, 3)
     free = solo(prompt, new=30)
     for end in dict.fromkeys(free):
         r, other = request(prompt, new=30, stops=[end]), request(prompt_of(9, 4), new=20)
-        engine = many(steps)
+        engine = many(steps, pace)
         assert run(engine, r, other) == [free[: free.index(end) + 1], solo(prompt_of(9, 4), new=20)]
         assert r.finish_reason == "stop"
         held = engine.memory.held(0)
@@ -56,7 +57,7 @@ def test_what_comes_after_an_end_token_is_discarded(steps: int) -> None:
 
 @each
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_a_callback_ends_its_request_in_the_middle(steps: int, tokens: int) -> None:
+def test_a_callback_ends_its_request_in_the_middle(steps: int | str, pace: int, tokens: int) -> None:
     """By a stop string, or by a fault: the row goes on for a while, and the next request in it sees nothing of that."""
 
     def stop(*_: object) -> bool:
@@ -67,7 +68,7 @@ def test_a_callback_ends_its_request_in_the_middle(steps: int, tokens: int) -> N
     for fault in (False, True):
         first = request(prompt_of(5, 1), new=30)
         first.on_token = stop
-        engine = many(steps, rows=2)
+        engine = many(steps, pace, rows=2)
         requests = [first, request(prompt_of(7, 3), new=25), request(prompt_of(6, 2), new=20)]
         texts = run(engine, *requests)
         assert texts == [solo(prompt_of(5, 1), new=30)[:tokens], *(solo(r.prompt_token_ids, new=n) for r, n in zip(
@@ -77,10 +78,10 @@ def test_a_callback_ends_its_request_in_the_middle(steps: int, tokens: int) -> N
 
 
 @each
-def test_arrivals_and_cancellations_at_any_time(steps: int) -> None:
+def test_arrivals_and_cancellations_at_any_time(steps: int | str, pace: int) -> None:
     for seed in range(6):
         draw = random.Random(seed)
-        engine = many(steps, rows=3)
+        engine = many(steps, pace, rows=3)
         asked = [request(prompt_of(draw.randint(1, 30), i), new=draw.randint(1, 30)) for i in range(12)]
         cancelled = set(draw.sample(range(12), 4))
         for i, r in enumerate(asked):
@@ -98,8 +99,8 @@ def test_arrivals_and_cancellations_at_any_time(steps: int) -> None:
 
 
 @each
-def test_the_context_is_never_exceeded(steps: int) -> None:
-    engine = engine_of(2, 32, graphs=True, steps=steps)
+def test_the_context_is_never_exceeded(steps: int | str, pace: int) -> None:
+    engine = many(steps, pace, 2, 32)
     r, other = request(prompt_of(30, 0), new=2), request(prompt_of(3, 1), new=29)
     texts = run(engine, r, other)
     assert texts == [run(engine_of(1, 32), request(x.prompt_token_ids, new=n))[0] for x, n in ((r, 2), (other, 29))]
@@ -108,8 +109,8 @@ def test_the_context_is_never_exceeded(steps: int) -> None:
 
 
 @each
-def test_nan_in_the_middle_of_a_launch_is_an_error_and_no_token(steps: int) -> None:
-    engine = many(steps, rows=2)
+def test_nan_in_the_middle_of_a_launch_is_an_error_and_no_token(steps: int | str, pace: int) -> None:
+    engine = many(steps, pace, rows=2)
     prompt = prompt_of(5, 1)
     text = solo(prompt, new=20)
     bad = text[4]
