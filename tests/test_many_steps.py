@@ -1,13 +1,17 @@
 """Many tokens in one launch change no text: not where rows end, not for who arrives, not after who leaves."""
 
+import functools
 import random
 
 import pytest
 import torch
 from small import FakeBackend, parts
-from test_engine import GREEDY, engine_of, prompt_of, request, run, solo
+from test_engine import GREEDY, engine_of, prompt_of, request, run
+from test_engine import solo as slow_solo
 from test_graphs import step_of_nothing
 
+from minillm.cache import KVCache
+from minillm.decoding import Decoding
 from minillm.engine import Engine
 from minillm.errors import MinillmError
 from minillm.graphs import GraphRunner, make_runner
@@ -17,6 +21,16 @@ from minillm.state import DecodeState
 each = pytest.mark.parametrize(
     ("steps", "pace"), [(2, 0), (3, 0), (16, 0), ("until_done", 1), ("until_done", 3), ("until_done", 1000)]
 )
+
+
+@functools.cache
+def alone(prompt: tuple[int, ...], params: SamplingParams, new: int) -> tuple[int, ...]:
+    return tuple(slow_solo(list(prompt), params, new))
+
+
+def solo(prompt: list[int], params: SamplingParams = GREEDY, new: int = 10) -> list[int]:
+    """What one request gets that has an engine to itself, and a launch for every token."""
+    return list(alone(tuple(prompt), params, new))
 
 
 def many(steps: int | str, pace: int, rows: int = 4, max_seq_len: int = 64) -> Engine:
@@ -56,7 +70,7 @@ def test_what_comes_after_an_end_token_is_discarded(steps: int | str, pace: int)
 
 
 @each
-@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 8])
 def test_a_callback_ends_its_request_in_the_middle(steps: int | str, pace: int, tokens: int) -> None:
     """By a stop string, or by a fault: the row goes on for a while, and the next request in it sees nothing of that."""
 
@@ -106,6 +120,35 @@ def test_the_context_is_never_exceeded(steps: int | str, pace: int) -> None:
     assert texts == [run(engine_of(1, 32), request(x.prompt_token_ids, new=n))[0] for x, n in ((r, 2), (other, 29))]
     assert engine.cache.kv.isfinite().all()
     assert engine.runner.report.eager_steps == 0
+
+
+@each
+def test_attention_sees_all_that_the_last_step_of_a_launch_needs(steps: int | str, pace: int) -> None:
+    """Plain attention reads a bucket of the cache, which the steps may leave in the middle of a launch."""
+    engine = many(steps, pace, 2, 300)
+    decode, lengths = engine.model.decode, set()
+
+    def checked(state: DecodeState, cache: KVCache, kv_len: int) -> torch.Tensor:
+        lengths.add(kv_len)
+        assert (state.positions * state.active < kv_len).all()
+        return decode(state, cache, kv_len)
+
+    engine.model.decode = checked  # type: ignore[method-assign]
+    long, short = request(prompt_of(235, 1), new=40), request([5], new=3)
+    assert [len(text) for text in run(engine, long, short)] == [40, 3]
+    assert (long.error, short.error) == (None, None)
+    assert lengths == ({300} if steps == "until_done" else {256, 300})
+
+
+def test_a_row_that_has_been_asked_for_all_its_tokens_takes_part_no_longer() -> None:
+    """On a GPU the host is a launch ahead, and would go on to ask for tokens that nobody gets."""
+    short, long = request([5, 6], new=6), request([7], new=20)
+    short.enqueued = long.enqueued = 1
+    decoding = Decoding([(0, short), (1, long)])
+    assert (decoding.position, decoding.end) == (2, 20)
+    assert [decoding.advance(2) for _ in range(3)] == [False, False, True]
+    assert (short.enqueued, long.enqueued, decoding.position) == (6, 7, 8)
+    assert short.fully_enqueued
 
 
 @each
