@@ -16,6 +16,7 @@ COMMANDS = {  # module, what it does
     "chat": (".chat", "talk with a model"),
     "convert": (".convert", "turn a GGUF file into a model directory"),
     "download": (".download", "fetch a small real model"),
+    "doctor": (".doctor.__main__", "check that a model runs right here, and what graphs gain"),
     "bench": (".bench.__main__", "measure decode steps, serving, and the memory of the graphs"),
 }
 

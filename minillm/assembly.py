@@ -12,9 +12,10 @@ from .errors import ConfigError
 from .graphs import GraphRunner, make_runner
 from .looping import LoopEngine, make_loops
 from .model import Llama
-from .sampling import Mode
+from .pieces import Cuts
+from .prefill_graphs import LENGTHS, PrefillRunner
 from .state import DecodeState
-from .step import decode_step
+from .step import step_of
 
 UNTIL_DONE = "until_done"
 """`steps_per_graph`: a launch makes steps until every row has ended."""
@@ -45,6 +46,11 @@ class Options:
             _check_count("prefill_chunk", self.prefill_chunk)
         if self.steps_per_graph != UNTIL_DONE:
             _check_count("steps_per_graph", self.steps_per_graph, f", or {UNTIL_DONE!r}")
+        if self.graph_pieces > 1 and self.steps_per_graph != 1:
+            raise ConfigError(
+                f"graph_pieces={self.graph_pieces} cuts a step in several launches, and steps_per_graph="
+                f"{self.steps_per_graph!r} makes several steps in one: give one of the two"
+            )
         for size in self.prefill_graphs or ():
             _check_count("a size in prefill_graphs", size)
         if not isinstance(self.prefix_reuse, bool):  # a text from a config file, "no", would switch it on
@@ -57,31 +63,36 @@ def _check_count(name: str, value: object, otherwise: str = "") -> None:
 
 
 def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:
-    """Allocate cache and state, and capture. Raises: GraphError."""
+    """Allocate cache and state, and capture. Raises: ConfigError for more graph_pieces than layers, GraphError."""
+    cuts = Cuts(model.config.num_hidden_layers, options.graph_pieces)
     device, dtype = model.weights.embed.device, model.weights.embed.dtype
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
-    runner = _capture(model, cache, state, options, progress)
+    prefills, runner = _capture(model, cache, state, cuts, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
     loops = make_loops(runner, cache, options.graphs) if options.steps_per_graph == UNTIL_DONE else None
     if loops is None:
-        return Engine(model, cache, state, runner, chunk, options.prefix_reuse)
-    return LoopEngine(model, cache, state, runner, chunk, options.prefix_reuse, loops=loops)
+        return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
+    return LoopEngine(model, cache, state, runner, chunk, options.prefix_reuse, prefills, loops=loops)
 
 
-def _capture(model: Llama, cache: KVCache, state: DecodeState, options: Options, progress: bool) -> GraphRunner:
-    def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
-        decode_step(model, cache, rows, kv_len, mode)
-
-    device = state.tokens.device
-    backend = CudaBackend(device) if device.type == "cuda" else None
+def _capture(
+    model: Llama, cache: KVCache, state: DecodeState, cuts: Cuts, options: Options, progress: bool
+) -> tuple[PrefillRunner, GraphRunner]:
+    """What runs prefills and decode steps, captured as the options say: the prefills first, which are larger."""
+    step, device = step_of(model, cache, cuts), state.tokens.device
+    backend = CudaBackend(device, cuts=cuts) if device.type == "cuda" else None
+    lengths = options.prefill_graphs
+    if lengths is None:  # plain attention of a padded chunk reads the whole row
+        lengths = () if model.fused is None else LENGTHS
+    prefills = PrefillRunner(model, cache, lengths, backend)
     with tqdm(desc="capturing CUDA graphs", unit="graph", disable=not (progress and backend), leave=False) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        # the fused attention reads each row's length on the device, so one recording serves every length
-        by_kv_length = model.fused is None
-        return make_runner(step, state, cache, options.graphs, backend, show, by_kv_length, options.steps)
+        kv_lengths = None if model.fused is None else model.fused.kv_lengths(cache.max_seq_len)
+        runner = make_runner(step, state, cache, options.graphs, backend, show, kv_lengths, prefills, options.steps)
+    return prefills, runner

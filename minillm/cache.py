@@ -5,6 +5,8 @@ of the first n. Every row has one position more than `max_seq_len`, its *scratch
 only as padding writes there, so no padding can ever reach a position that a real token reads.
 """
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ class KVCache:
         heads, head_dim = config.num_key_value_heads, config.head_dim
         shape = (config.num_hidden_layers, 2, max_batch_size, heads, max_seq_len + 1, head_dim)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
+
+    def another(self) -> "KVCache":
+        """Another cache of the same sizes, empty."""
+        other = copy.copy(self)
+        other.kv = torch.zeros_like(self.kv)
+        return other
 
     def layer(self, index: int) -> Tensor:
         """K and V of one layer: [2, rows, kv_heads, max_seq_len + 1, head_dim]."""

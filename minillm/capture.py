@@ -3,13 +3,17 @@
 `graphs.py` decides what is recorded, and in which order; here is how. Tests give a runner a `Backend` without a GPU.
 """
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
+from .graph_nodes import CudaDriver
+from .pieces import Cuts, Pieces
 from .readback import Tape
+from .retarget import Editor
 from .state import DecodeState
 
 if TYPE_CHECKING:
@@ -35,13 +39,21 @@ class Loop(Protocol):
 
 
 class Backend(Protocol):
-    """What a runner needs of a device: tests give it one that needs no GPU."""
+    """What a runner needs of a device: tests give it one that needs no GPU.
+
+    Attributes:
+        pieces: of how many graphs a recording is.
+    """
+
+    @property
+    def pieces(self) -> int: ...
 
     def warm_up(self, step: Callable[[], None]) -> None: ...
 
     def capture(self, step: Callable[[], None]) -> Recording: ...
 
     def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop: ...
+    def editor(self, recordings: Sequence[Recording]) -> Editor: ...
 
     def free_bytes(self) -> int: ...
 
@@ -62,13 +74,21 @@ class CudaBackend:
     PyTorch keeps a cuBLAS workspace of 32 MiB for every stream that ever multiplied matrices. It is dropped before and
     after a capture, so that recordings have theirs in the pool and die with it, and at the end (scratch memory, made
     again when it is needed).
+
+    Args:
+        cuts: where a step is cut in pieces, if it calls them; None is nowhere.
     """
 
-    def __init__(self, device: torch.device, share_pool: bool = True) -> None:
+    def __init__(self, device: torch.device, share_pool: bool = True, cuts: Cuts | None = None) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle() if share_pool else None
+        self._cuts = Cuts(layers=1, pieces=1) if cuts is None else cuts
         self._turn: Turn | None = None
+
+    @property
+    def pieces(self) -> int:
+        return self._cuts.pieces
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -80,18 +100,36 @@ class CudaBackend:
             step()
             self.stream.synchronize()
 
-    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # a loop is made of it
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | Pieces:
+        graphs = [_new_graph()]
+
+        def cut() -> None:
+            # The first kernel of the next piece may be launched early (PDL), and then waits for the one before it.
+            # There is none in its graph, so it does not wait; nor need it, since the piece before has ended.
+            graphs[-1].capture_end()
+            graphs.append(_new_graph())
+            self._begin(graphs[-1])
+
         torch._C._cuda_clearCublasWorkspaces()
         with self.on_stream(), ExitStack() as on_error:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            on_error.callback(_abandon, graph)
-            step()
+            self._begin(graphs[0])
+            on_error.callback(lambda: _abandon(graphs[-1]))
+            with self._cuts.call(cut):
+                step()
             on_error.pop_all()
-            graph.capture_end()
-            graph.instantiate()
+            graphs[-1].capture_end()
+            for graph in graphs:
+                graph.instantiate()
         torch._C._cuda_clearCublasWorkspaces()
-        return graph
+        return graphs[0] if len(graphs) == 1 else Pieces(graphs)
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def editor(self, recordings: Sequence[Recording]) -> Editor:
+        """For recordings that `capture` made. Raises: GraphError."""
+        graphs = [r.graphs if isinstance(r, Pieces) else [cast(torch.cuda.CUDAGraph, r)] for r in recordings]
+        return Editor(graphs, CudaDriver())
 
     def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop:
         """The recording, in a WHILE node. Raises: GraphError."""
@@ -116,9 +154,35 @@ class CudaBackend:
         return torch.cuda.memory_reserved(self.device)
 
 
+def _new_graph() -> torch.cuda.CUDAGraph:
+    return torch.cuda.CUDAGraph(keep_graph=True)  # so that it can be edited, and put into a loop
+
+
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:
     """Leave the capturing state after an error in the step, whose own error is the one to report."""
     try:
         graph.capture_end()
     except RuntimeError:
         return  # the capture was already invalid: ending it says so once more
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A graph that is finalised in mid-capture breaks the capture, so collect before, and not meanwhile."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def failure(what: str, backend: Backend, error: Exception, remedy: str) -> str:
+    """One sentence of a capture that failed: what it was, what was free, and what to do."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return (
+        f"capturing {what} failed with {backend.free_bytes() / 2**20:.0f} MiB free: {said}. "
+        f"{remedy}, free memory of other programs, or run with graphs='off'."
+    )

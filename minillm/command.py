@@ -3,6 +3,7 @@
 A command line is a contract with the shell, and most of it is about the ends:
 
     0    done
+    1    `doctor` alone: a check failed
     2    bad input: one line on stderr that says what and what to do, no traceback
     130  Ctrl-C (128 + SIGINT): what was made stays on stdout
     141  the reader of stdout went away, as in `| head -c 5` (128 + SIGPIPE): quiet, as with any other tool

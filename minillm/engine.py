@@ -20,13 +20,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
-import torch
-
 from .cache import KVCache
 from .decoding import Decoding
 from .errors import MinillmError
 from .graphs import GraphRunner
 from .model import Llama
+from .prefill_graphs import PrefillRunner
 from .prefix import RowMemory
 from .readback import Readback
 from .request import Request, lost, own_fault
@@ -44,6 +43,7 @@ class Engine:
     Args:
         prefill_chunk: tokens of prompts that are read between two decode steps of other rows.
         prefix_reuse: whether what the rows hold of former requests is used again.
+        prefills: reads the prompts; None reads them eagerly.
     """
 
     def __init__(
@@ -54,9 +54,11 @@ class Engine:
         runner: GraphRunner,
         prefill_chunk: int = 512,
         prefix_reuse: bool = True,
+        prefills: PrefillRunner | None = None,
     ) -> None:
         self.model, self.cache, self.state, self.runner = model, cache, state, runner
         self.prefill_chunk = prefill_chunk
+        self.prefills = prefills or PrefillRunner(model, cache)
         self.device = state.tokens.device
         self.waiting: deque[Request] = deque()
         self.rows: list[Request | None] = [None] * cache.max_batch_size
@@ -123,6 +125,7 @@ class Engine:
         try:
             self._fail_all(error)
         finally:
+            self.prefills.close()
             self.runner.close()
 
     # ------------------------------------------------------------------ prompts
@@ -179,10 +182,8 @@ class Engine:
     def _read(self, row: int, request: Request, count: int) -> None:
         """Prefill the next `count` tokens of a prompt; after the last, enqueue the first token of the answer."""
         prompt, start = request.prompt_token_ids, request.prefilled
-        ids = torch.tensor(prompt[start : start + count], dtype=torch.int64)
-        ids = ids.pin_memory().to(self.device, non_blocking=True) if self._on_gpu else ids.to(self.device)
         request.prefilled += count  # before it is done: half of it may be
-        logits = self.model.prefill(ids, row, start, self.cache, all_logits=request.scores is not None)
+        logits = self.prefills.read(prompt[start : start + count], row, start, request.scores is not None)
         if request.scores is not None:
             request.scores.append(logits.cpu())
         else:

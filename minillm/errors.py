@@ -30,7 +30,7 @@ class MemoryLimitError(MinillmError):
 
 
 class GraphError(MinillmError):
-    """A CUDA Graph was asked for and cannot be captured."""
+    """A CUDA Graph was asked for and cannot be captured, or cannot be pointed at other tensors."""
 
 
 class QueueFullError(MinillmError):

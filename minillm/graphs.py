@@ -16,21 +16,25 @@ All recordings share one memory pool, because only one runs at a time, and the l
 smaller ones find its memory and add none.
 """
 
-import gc
 import time
 import warnings
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from .cache import KVCache
-from .capture import Backend, Loop, Recording
+from .capture import Backend, Loop, Recording, failure, no_garbage_collection
 from .errors import ConfigError, GraphError
 from .readback import Tape
+from .retarget import Editor, Move, check_moves
 from .sampling import Mode
 from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .prefill_graphs import PrefillRunner
 
 Step = Callable[[DecodeState, int, Mode], None]  # (state of n rows, kv_len, mode): one decode step
 Key = tuple[int, int, Mode]  # rows, kv_len, mode
@@ -52,21 +56,31 @@ def kv_buckets(max_seq_len: int) -> list[int]:
 
 @dataclass
 class GraphReport:
-    """What the runner did. Bytes are those of the pool, seconds those of warm-up and capture.
+    """What the runner did. Bytes are those of the pool, capture seconds those of warm-up and capture.
 
     A replay, or an eager step, is as many steps as a recording has.
+
+    Attributes:
+        pieces: CUDA graphs in each of the `graphs` recordings.
+        retargets, retarget_seconds: how often they were pointed at other tensors, and for how long in all.
     """
 
     enabled: bool
     batch_sizes: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     graphs: int = 0
+    pieces: int = 1
     capture_seconds: float = 0.0
     pool_bytes: int = 0
+    retargets: int = 0
+    retarget_seconds: float = 0.0
     replays: int = 0
     padded_rows: int = 0
     eager_steps: int = 0
     eager_reasons: Counter[str] = field(default_factory=Counter)
+    prefill_lengths: list[int] = field(default_factory=list)
+    prefill_replays: int = 0
+    eager_prefills: int = 0
 
 
 class GraphRunner:
@@ -75,7 +89,7 @@ class GraphRunner:
     Args:
         step: the function to record. state, cache: what it works on; they are put back after a capture.
         backend: None runs everything eagerly, for the reason `eager_reason`.
-        by_kv_length: whether the step's cost follows its kv_len argument, so that recordings of several are worth it.
+        kv_lengths: of the kv_len argument, recorded each, the longest last: that of the cache. None: `kv_buckets`.
         steps: how many steps a recording has. What runs eagerly has one: there is nothing to gain.
     Attributes:
         outputs: int32 [steps, rows, 3], what each of the steps of the last call has put out.
@@ -88,15 +102,17 @@ class GraphRunner:
         cache: KVCache,
         backend: Backend | None,
         eager_reason: str = "graphs are off",
-        by_kv_length: bool = True,
+        kv_lengths: list[int] | None = None,
         steps: int = 1,
     ) -> None:
         self._step, self._state, self._cache, self._backend = step, state, cache, backend
         self._set_steps(1 if backend is None else steps)
         self._eager_reason = eager_reason
         self._batch_sizes = batch_buckets(cache.max_batch_size)
-        self._kv_lengths = kv_buckets(cache.max_seq_len) if by_kv_length else [cache.max_seq_len]
+        self._kv_lengths = kv_lengths or kv_buckets(cache.max_seq_len)
         self._recordings: dict[Key, Recording] = {}
+        self._editor: Editor | None = None  # of the recordings, once it is needed
+        self._looping = False  # whether there are copies of the recordings
         self.report = GraphReport(enabled=False)
 
     def _set_steps(self, steps: int) -> None:
@@ -122,6 +138,7 @@ class GraphRunner:
         if self._backend is None:
             return
         keys, started = self.keys(), time.perf_counter()
+        self._editor = None
         with self._undisturbed():
             for index, key in enumerate(keys):
                 try:
@@ -129,10 +146,12 @@ class GraphRunner:
                 except Exception as error:
                     self._recordings.clear()
                     self._set_steps(1)
-                    raise GraphError(self._failure(key, error)) from error
+                    what = f"the decode step of {key[0]} rows, {key[1]} KV positions, mode {key[2].name}"
+                    remedy = "Lower max_batch_size or max_seq_len"
+                    raise GraphError(failure(what, self._backend, error, remedy)) from error
                 if progress is not None:
                     progress(index + 1, len(keys))
-        self.report.enabled, self.report.graphs = True, len(keys)
+        self.report.enabled, self.report.graphs, self.report.pieces = True, len(keys), self._backend.pieces
         self.report.batch_sizes, self.report.kv_lengths = self._batch_sizes, self._kv_lengths
         self.report.capture_seconds = time.perf_counter() - started
 
@@ -154,31 +173,18 @@ class GraphRunner:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """No garbage collection (a graph finalised in mid-capture breaks the capture); state and scratch put back."""
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()
+        """What warm-ups write to the state and to the scratch slots is put back."""
         scratch = self._cache.kv[..., self._cache.scratch_slot, :]
         with self.on_stream():
             saved, saved_scratch, active = self._state.snapshot(), scratch.clone(), self._state.active
             active.fill_(False)  # so that the warm-up writes to the scratch slots only
         try:
-            yield
+            with no_garbage_collection():
+                yield
         finally:
             with self.on_stream():
                 self._state.restore(saved)
                 scratch.copy_(saved_scratch)
-            if collecting:
-                gc.enable()
-
-    def _failure(self, key: Key, error: Exception) -> str:
-        n, kv_len, mode = key
-        free = self._backend.free_bytes() if self._backend is not None else 0
-        return (
-            f"capturing the decode step of {n} rows, {kv_len} KV positions, mode {mode.name} failed with "
-            f"{free / 2**20:.0f} MiB free: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Lower max_batch_size or max_seq_len, free memory of other programs, or run with graphs='off'."
-        )
 
     def find(self, rows: int, kv_len: int, mode: Mode) -> Key | None:
         """The smallest recording that rows and kv_len fit in, or None."""
@@ -212,11 +218,60 @@ class GraphRunner:
     def make_loop(self, key: Key, tape: Tape) -> Loop:
         """A recording as a loop on the device. Raises: GraphError."""
         assert self._backend is not None
+        self._looping = True
         return self._backend.loop(self._recordings[key], self._state.narrow(0, key[0]), tape)
+
+    def retarget(self, step: Step, cache: KVCache, moves: Sequence[Move] = ()) -> None:
+        """Point every recording at another cache of the same sizes, or at other tensors, without capturing again.
+
+        Steps launched already are not changed. Only kernels that show their arguments can be edited: `retarget.py`.
+        `switch.py` does this for an engine.
+
+        Args:
+            step: the same step on the new tensors, for what runs eagerly. It must hold all that the recordings use
+                then, and what they go on using.
+            cache: the new cache, or the same.
+            moves: (old, new) of other tensors, such as weights, of equal shape and dtype.
+        Raises: GraphError. Everything is as before then, unless it says that the graphs were dropped.
+        """
+        if self._looping:
+            raise GraphError(
+                "the graphs of steps_per_graph='until_done' cannot be pointed at other tensors: give a number"
+            )
+        started = time.perf_counter()
+        moves = [(self._cache.kv, cache.kv), *moves]
+        if self._recordings and self._backend is not None:
+            self._edit(self._backend, moves)
+        else:
+            check_moves(moves)
+        self._step, self._cache = step, cache
+        self.report.retargets += 1
+        self.report.retarget_seconds += time.perf_counter() - started
+
+    def _edit(self, backend: Backend, moves: list[Move]) -> None:
+        try:
+            with backend.on_stream():
+                self._editor = self._editor or backend.editor(list(self._recordings.values()))
+                self._editor.retarget(moves)
+        except GraphError:
+            raise
+        except BaseException as error:  # some kernels may be edited and others not: no replay would be right
+            self._drop()
+            self.report.enabled, self._eager_reason = False, "retarget failed"
+            if not isinstance(error, Exception):
+                raise
+            raise GraphError(
+                f"half of a change of the graphs could not be taken back ({error}), so the graphs were dropped: steps "
+                "run eagerly from here on; make the engine anew"
+            ) from error
+
+    def _drop(self) -> None:
+        self._editor = None
+        self._recordings.clear()
 
     def close(self) -> None:
         """Drop the recordings, before the memory that they point at."""
-        self._recordings.clear()
+        self._drop()
         if self._backend is not None:
             self._backend.close()
         self._backend = None
@@ -237,22 +292,30 @@ def make_runner(
     graphs: str,
     backend: Backend | None,
     progress: Callable[[int, int], None] | None = None,
-    by_kv_length: bool = True,
+    kv_lengths: list[int] | None = None,
+    prefills: "PrefillRunner | None" = None,
     steps: int = 1,
 ) -> GraphRunner:
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
 
     Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
     once and runs eagerly, "on" raises `GraphError`.
+
+    Args:
+        prefills: captured too, before the steps, which are smaller; and runs eagerly too if a capture fails.
     """
     check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
-    runner = GraphRunner(step, state, cache, backend, reason, by_kv_length, 1 if graphs == "off" else steps)
+    runner = GraphRunner(step, state, cache, backend, reason, kv_lengths, 1 if graphs == "off" else steps)
     if graphs == "off":
         return runner
     try:
+        if prefills is not None:
+            prefills.capture(runner.report, progress)
         runner.capture(progress)
     except GraphError as error:
+        if prefills is not None:
+            prefills.close()
         if graphs == "on":
             raise
         warnings.warn(f"decoding without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)

@@ -181,7 +181,7 @@ class LoopEngine(Engine):
 
     def shut_down(self, error: Exception) -> None:
         try:
-            self._fail_all(error)
+            self._fail_all(error)  # which stops the loop
         finally:
             self.loops.close()
-            self.runner.close()
+            super().shut_down(error)

@@ -5,6 +5,9 @@ two callers is only how a token finds the past that it attends to: a chunk of on
 row sees its whole row. `kernels/reference.py` defines the operations.
 """
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,6 @@ from .cache import KVCache
 from .config import ModelConfig
 from .kernels import DecodeOps, LayerOps, PromptOps, reference
 from .kernels.fused import FusedOps
-from .kernels.fused_prompt import FusedPrompt
 from .kernels.one_row import OneRow
 from .kernels.reference import Attend
 from .rope import rope_tables
@@ -32,11 +34,25 @@ class Llama:
     def __init__(self, config: ModelConfig, weights: Weights, max_seq_len: int, fused: FusedOps | None = None) -> None:
         self.config, self.weights, self.fused = config, weights, fused
         self._decode_ops: DecodeOps = reference if fused is None else fused
-        self._prompt_ops: PromptOps = reference if fused is None else FusedPrompt(fused)
+        self._prompt_ops: PromptOps = reference if fused is None else fused.prompt
         cos, sin = rope_tables(config, max_seq_len, weights.embed.device)
         self.rope = torch.complex(cos, sin)  # [max_seq_len, head_dim / 2], e^{i m theta}
-        alone = OneRow.supports(config, weights.embed.device, weights.embed.dtype)
-        self.one_row = OneRow(config, weights, self.rope) if alone else None
+        self.one_row = self._one_row()
+
+    def _one_row(self) -> OneRow | None:
+        supported = OneRow.supports(self.config, self.weights.embed.device, self.weights.embed.dtype)
+        return OneRow(self.config, self.weights, self.rope) if supported else None
+
+    def with_weights(self, weights: Weights) -> "Llama":
+        """This model with other weights, of the same config, device and dtype.
+
+        The two share the rotary table and the kernels with their scratch memory, so only one may run at a time; and a
+        graph captured of one, pointed at the weights of the other (`retarget.py`), runs on memory that both hold.
+        """
+        other = copy.copy(self)
+        other.weights = weights
+        other.one_row = other._one_row()
+        return other
 
     @torch.inference_mode()
     def prefill(self, token_ids: Tensor, row: int, start: int, cache: KVCache, all_logits: bool = False) -> Tensor:
@@ -54,11 +70,33 @@ class Llama:
         return self._logits(ops, x if all_logits else x[-1:])
 
     @torch.inference_mode()
-    def decode(self, state: DecodeState, cache: KVCache, kv_len: int) -> Tensor:
+    def prefill_padded(self, token_ids: Tensor, place: Tensor, cache: KVCache) -> Tensor:
+        """`prefill` of a chunk that is filled up to a fixed size. All but the size is in tensors: it can be captured.
+
+        Args:
+            token_ids: int64 [size]; what stands after the real ones must be valid token ids, and is not used.
+            place: int64 [3]: the row, the position of the first token, and how many of the tokens are real. With none,
+                nothing but the row's scratch slot is written.
+        Returns: float32 logits of the last real token, [1, vocab].
+        """
+        ops, (row, start, count) = self._prompt_ops, place.split(1)  # each [1]
+        index = torch.arange(token_ids.shape[0], device=token_ids.device)
+        real = index < count
+        slots = torch.where(real, start + index, cache.scratch_slot)
+        rope = self.rope[torch.where(real, start + index, 0)]
+        x = self.weights.embed[token_ids]
+        x = self._layers(ops, x, rope, row.repeat(len(index)), slots, cache, ops.placed_attention(place))
+        return self._logits(ops, x.index_select(0, (count - 1).clamp(min=0)))
+
+    @torch.inference_mode()
+    def decode(
+        self, state: DecodeState, cache: KVCache, kv_len: int, after_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
         """One step of the n rows of the state, which is not changed. All but kv_len is a tensor: it can be captured.
 
         Args:
             kv_len: how much of the cache is read, more than every active row's position.
+            after_layer: called after each layer with the number of layers done, except on the short way of `one_row`.
         Returns: float32 logits [n, vocab] of the tokens that the rows feed.
         """
         if self.one_row is not None and state.rows.shape[0] == 1:
@@ -67,11 +105,12 @@ class Llama:
         first = self.weights.layers[0].input_norm
         x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot, first)
         attend = ops.row_attention(state, kv_len)
-        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend))
+        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend, after_layer))
 
     def _layers(
-        self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend
-    ) -> Tensor:
+        self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Run every layer on N tokens, and return the residual stream [N, hidden].
 
         Args:
@@ -86,6 +125,8 @@ class Llama:
             q = ops.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
             x = ops.linear_residual(attend(q, kv), w.o, w.o_bias, x, w.post_norm)
             x = ops.linear_residual(ops.gate_up_silu(x, w, eps), w.down, w.down_bias, x, following[index])
+            if after_layer is not None:
+                after_layer(index + 1)
         return x
 
     def _logits(self, ops: LayerOps, x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class RowMemory:
     """
 
     def __init__(self, cache: KVCache, enabled: bool = True) -> None:
-        self._kv, self._enabled = cache.kv, enabled
+        self._kv, self.enabled = cache.kv, enabled
         self._held: list[Sequence[int]] = [()] * cache.max_batch_size
         self._used = [0] * cache.max_batch_size  # when, counted in uses; 0 is never
         self._uses = 0
@@ -36,7 +36,7 @@ class RowMemory:
 
     def note(self, row: int, token_ids: Sequence[int]) -> None:
         """A row holds K and V of these tokens from now on."""
-        if self._enabled:
+        if self.enabled:
             self._uses += 1
             self._held[row], self._used[row] = token_ids, self._uses if token_ids else 0
 

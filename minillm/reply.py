@@ -104,4 +104,6 @@ def _graphs(report: GraphReport) -> str:
     if not report.enabled:
         return f"no graphs, {eager}"
     made = f"{report.graphs} graphs in {report.capture_seconds:.1f} s and {report.pool_bytes / 2**20:.0f} MiB"
-    return f"{made}, {report.replays} replays, {eager}"
+    read = report.prefill_replays + report.eager_prefills
+    prefills = f", {report.prefill_replays} of {read} prefills replayed" if report.prefill_lengths else ""
+    return f"{made}, {report.replays} replays, {eager}{prefills}"

@@ -5,6 +5,8 @@ so replaying it again and again generates text with nothing from the host in bet
 tensor (n, kv_len, mode) is frozen by a capture; `graphs.py` keeps one recording for each combination that it needs.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from .cache import KVCache
@@ -13,14 +15,33 @@ from .sampling import Mode, sample
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 
 
+def step_of(
+    model: Llama, cache: KVCache, after_layer: Callable[[int], None] | None = None
+) -> Callable[[DecodeState, int, Mode], None]:
+    """`decode_step` of this model and cache, which it holds: what `graphs.py` captures and runs."""
+
+    def step(state: DecodeState, kv_len: int, mode: Mode) -> None:
+        decode_step(model, cache, state, kv_len, mode, after_layer)
+
+    return step
+
+
 @torch.inference_mode()
-def decode_step(model: Llama, cache: KVCache, state: DecodeState, kv_len: int, mode: Mode) -> None:
+def decode_step(
+    model: Llama,
+    cache: KVCache,
+    state: DecodeState,
+    kv_len: int,
+    mode: Mode,
+    after_layer: Callable[[int], None] | None = None,
+) -> None:
     """Every active row of `state` (which may be narrowed to the first n) makes its next token.
 
     Args:
         kv_len: how much of the cache attention reads; more than every active row's position.
+        after_layer: called after each layer with the number of layers done.
     """
-    finish_step(model, model.decode(state, cache, kv_len), state, mode)
+    finish_step(model, model.decode(state, cache, kv_len, after_layer), state, mode)
 
 
 def finish_step(model: Llama, logits: torch.Tensor, state: DecodeState, mode: Mode) -> None:

@@ -173,3 +173,54 @@ def test_a_model_prefills_with_them(family: str) -> None:
         assert (kv.float() - exact.kv).norm() < limit * exact.kv.norm()
         assert not kv[:, :, 0].any()
         assert not kv[:, :, 1, :, 40:].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 1, 64), (3, 1, 64), (2, 2, 80), (3, 1, 96), (2, 1, 128), (1, 1, 256)]
+)
+@pytest.mark.parametrize(
+    ("size", "count", "start"),
+    [(1, 1, 0), (16, 16, 0), (20, 17, 3), (70, 64, 0), (70, 65, 25), (70, 3, 80), (64, 64, 26)],
+)
+def test_placed_attention(heads: int, kv_heads: int, head_dim: int, size: int, count: int, start: int) -> None:
+    """A chunk in the middle of a row, filled up with NaN, in a cache of NaN: real tokens are right, others are zero."""
+    cfg = cases.config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    wide = torch.full((size, heads + 2 * kv_heads, head_dim), math.nan, dtype=FP16)
+    q = wide[:, :heads]  # as `qkv_rope_append` returns it
+    q[:count] = cases.random(1, CPU, FP16, count, heads, head_dim, scale=2)
+    kv = torch.full((2, 3, kv_heads, LENGTH + 1, head_dim), math.nan, dtype=FP16)
+    kv[:, 1, :, : start + count] = cases.random(2, CPU, FP16, 2, kv_heads, start + count, head_dim)
+    with cases.poisoned_outputs():
+        got = fused(cfg).placed_attention(torch.tensor([1, start, count]))(q, kv)
+    assert not got[count:].any()
+    for index in range(count):
+        want = cases.attention(q[index, None], kv[:, 1, None], [start + index])
+        assert (got[index].double() - want[0]).abs().max() < 3 * torch.finfo(FP16).eps * want.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_prefill(family: str) -> None:
+    """At two places, between NaN: the logits and the cache of the plain operations in float32, up to float16."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    cfg = cases.config(**sizes, num_key_value_heads=2, **FAMILIES[family])
+    weights = allocate(cfg, CPU, FP16)
+    torch.manual_seed(0)
+    randomise(weights, 0.15)
+    ids = torch.randint(0, cfg.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    cache = KVCache(cfg, 2, LENGTH, CPU, FP16)
+    cache.kv.fill_(math.nan)
+    mine, got = Llama(cfg, weights, LENGTH, FusedOps(cfg, 2, LENGTH, CPU)), []
+    for start, end in ((0, 17), (17, 40)):
+        chunk = torch.cat((ids[start:end], torch.arange(32 - (end - start))))
+        got.append(mine.prefill_padded(chunk, torch.tensor([1, start, end - start]), cache))
+    for tensor in weights.tensors():
+        tensor.data = tensor.data.float()
+    exact = KVCache(cfg, 2, LENGTH, CPU, torch.float32)
+    want = Llama(cfg, weights, LENGTH).prefill(ids, 1, 0, exact, all_logits=True)[[16, 39]]
+    limit = 8 * torch.finfo(FP16).eps
+    assert (torch.cat(got) - want).norm() < limit * want.norm()
+    written = cache.kv[:, :, 1, :, :40]
+    assert (written.float() - exact.kv[:, :, 1, :, :40]).norm() < limit * exact.kv.norm()
+    written.fill_(math.nan)
+    cache.kv[:, :, 1, :, cache.scratch_slot] = math.nan
+    assert cache.kv.isnan().all()

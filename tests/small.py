@@ -73,8 +73,8 @@ class FakeBackend:
         pace: steps that a loop makes between two looks of the host; None: there are no loops here.
     """
 
-    def __init__(self, fail_at: int | None = None, pace: int | None = None) -> None:
-        self.pace, self.loops = pace, list[FakeLoop]()
+    def __init__(self, fail_at: int | None = None, pieces: int = 1, pace: int | None = None) -> None:
+        self.pieces, self.pace, self.loops = pieces, pace, list[FakeLoop]()
         self.log: list[str] = []
         self.captures = 0
         self.fail_at = fail_at

@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|prefill|serve|traffic|launches|pool|picture",)),
+        ([], ("decode|prefill|serve|traffic|launches|pool|retarget|pieces|picture",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),
@@ -154,7 +154,7 @@ def test_bad_input_gets_one_line(
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("bench", ["serve", "launches", "pool"])
+@pytest.mark.parametrize("bench", ["serve", "launches", "pool", "retarget", "pieces"])
 def test_what_measures_graphs_says_that_it_needs_a_gpu(
     bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ def test_missing_extras_are_named(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "pip install transformers" in fails(capsys, *SMALL, "--peers", "eager")
 
 
-@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["launches"], ["pool"]])
+@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["launches"], ["pool"], ["retarget"], ["pieces"]])
 def test_help_names_every_option_and_its_default(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*bench, "--help"]) == 0
     out = capsys.readouterr().out
@@ -230,7 +230,7 @@ def test_a_row_counts_the_tokens_that_its_steps_see() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_valid_and_have_the_size_that_they_are_known_for(name: str) -> None:
     known = {
-        "tiny": 0.000107, "stories-5m": 0.00495, "smollm2-135m": 0.1345, "smollm2-360m": 0.3618, "llama-3.2-1b": 1.2358,
+        "tiny": 0.000107, "stories": 0.00495, "smollm2-135m": 0.1345, "smollm2-360m": 0.3618, "llama-3.2-1b": 1.2358,
         "llama-3.1-8b": 8.0303, "llama-2-7b": 6.7384,
     }  # fmt: skip
     assert ModelConfig.from_dict(SHAPES[name]).parameter_count / 1e9 == pytest.approx(known[name], rel=0.01)

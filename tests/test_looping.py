@@ -13,14 +13,16 @@ from test_engine import engine_of, prompt_of, request, run, solo
 from test_graphs import step_of_nothing
 
 from minillm import looping, while_node
+from minillm.assembly import Options
 from minillm.engine import Engine
-from minillm.errors import EngineError, GraphError, MinillmError
+from minillm.errors import ConfigError, EngineError, GraphError, MinillmError
 from minillm.graphs import make_runner
 from minillm.looping import LoopEngine, Loops, make_loops
 from minillm.readback import Tape
 from minillm.request import Request
 from minillm.service import Service
 from minillm.state import DecodeState
+from minillm.switch import Target, switch
 
 
 def looping_engine(rows: int = 2, pace: int = 2, max_seq_len: int = 64, chunk: int = 16) -> LoopEngine:
@@ -331,6 +333,17 @@ def test_nvrtc_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(GraphError, match=r"nvidia-cuda-nvrtc.*libnvrtc.so.13\"$"):
         while_node.Turn(torch.device("cpu"))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    """A loop holds copies of the recordings, which would go on with the old tensors; pieces are no one graph."""
+    engine = looping_engine()
+    with pytest.raises(GraphError, match="until_done"):
+        switch(engine, Target.of(engine))
+    assert run(engine, request(prompt_of(5, 1))) == [solo(prompt_of(5, 1))]
+    for steps in (2, "until_done"):
+        with pytest.raises(ConfigError, match=r"graph_pieces=3.*steps_per_graph"):
+            Options(1, "auto", 1, None, True, None, steps, 3)
 
 
 def test_an_engine_without_loops_is_the_plain_one() -> None:

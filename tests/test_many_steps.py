@@ -2,6 +2,7 @@
 
 import functools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -128,10 +129,10 @@ def test_attention_sees_all_that_the_last_step_of_a_launch_needs(steps: int | st
     engine = many(steps, pace, 2, 300)
     decode, lengths = engine.model.decode, set()
 
-    def checked(state: DecodeState, cache: KVCache, kv_len: int) -> torch.Tensor:
+    def checked(state: DecodeState, cache: KVCache, kv_len: int, *rest: Any) -> torch.Tensor:
         lengths.add(kv_len)
         assert (state.positions * state.active < kv_len).all()
-        return decode(state, cache, kv_len)
+        return decode(state, cache, kv_len, *rest)
 
     engine.model.decode = checked  # type: ignore[method-assign]
     long, short = request(prompt_of(235, 1), new=40), request([5], new=3)

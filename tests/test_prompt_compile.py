@@ -51,6 +51,22 @@ def test_compiles(sizes: dict[str, Any], arch: int, dtype: torch.dtype) -> None:
         assert "griddepcontrol" not in kernel.asm["ptx"], name
 
 
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (32, 8, 80), (32, 8, 128), (8, 1, 256)])
+def test_attention_of_a_padded_prefill_compiles(arch: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """And fits the shared memory of the smallest of its generation: 99 KiB a program on the consumer GPUs."""
+    cfg = cases.config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    compiled = Compiled(cfg, arch, torch.bfloat16)
+    kv = torch.empty(2, 4, kv_heads, 8193, head_dim, device=META, dtype=torch.bfloat16)
+    for size in (8, 32, 512):
+        q = torch.empty(size, heads + 2 * kv_heads, head_dim, device=META, dtype=torch.bfloat16)[:, :heads]
+        FusedPrompt(compiled).placed_attention(torch.empty(3, device=META, dtype=torch.int64))(q, kv)
+    for name, kernel in compiled.kernels:
+        assert name == "chunk_attention_kernel"
+        assert kernel.metadata.shared <= 99 * 1024
+        assert "griddepcontrol" not in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("length", [1, 16, 17, 4096])
 def test_one_compilation_serves_every_length(length: int) -> None:
     """Elsewhere, a length that happened to be 1 or a multiple of 16 was compiled anew, in the middle of a request."""

@@ -33,7 +33,7 @@ def test_every_command_exists() -> None:
         assert importlib.util.find_spec(module) is not None
 
 
-@pytest.mark.parametrize("module", ["generate", "chat", "convert", "download", "bench"])
+@pytest.mark.parametrize("module", ["generate", "chat", "convert", "download", "bench", "doctor"])
 def test_help_does_not_wait_for_torch(module: str) -> None:
     code = (
         "import runpy, sys\n"

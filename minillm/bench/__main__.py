@@ -73,8 +73,8 @@ def some_of(*names: str) -> Callable[[str], list[str]]:
 
 
 def build_parser() -> Parser:
-    parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, traffic, or the memory of the graphs.")
-    names = "decode|prefill|serve|traffic|launches|pool|picture"
+    parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, traffic, or graphs.")
+    names = "decode|prefill|serve|traffic|launches|pool|retarget|pieces|picture"
     benches = parser.add_subparsers(dest="bench", required=True, metavar=names, prog="minillm.bench")
     about = {
         "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
@@ -83,13 +83,15 @@ def build_parser() -> Parser:
         "traffic": "requests that come and go: requests/s, latency, time to first token, and what the engine costs",
         "launches": "many tokens in one launch: a recording of several steps, and a loop on the device",
         "pool": "memory of the graphs: one pool largest first, smallest first, a pool for each graph",
+        "retarget": "the time to point all graphs at another KV cache or other weights, beside capturing them anew",
+        "pieces": "the time of one decode step captured as one graph, or as several",
     }
     for name, text in about.items():
         bench = benches.add_parser(name, description=text[0].upper() + text[1:] + ".", help=text)
         _add_common(bench)
         add_options = {
             "decode": _add_decode, "prefill": _add_prefill, "serve": _add_serve, "traffic": _add_traffic,
-            "launches": _add_launches, "pool": _add_pool,
+            "launches": _add_launches, "pool": _add_pool, "retarget": _add_retarget, "pieces": _add_pieces,
         }[name]  # fmt: skip
         add_options(bench)
     _add_picture(benches)
@@ -212,7 +214,7 @@ def _add_launches(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt", type=positive, default=16, metavar="N", help="tokens of the prompt (default: %(default)s)")
     add("--tokens", type=positive, default=200, metavar="N", help="tokens of an answer (default: %(default)s)")
-    add("--cache", type=positive, default=1024, metavar="N", help="tokens of the cache (default: %(default)s)")
+    add("--cache", type=positive, default=512, metavar="N", help="tokens of the cache (default: %(default)s)")
     add("--rounds", type=positive, default=20, metavar="N", help="answers of each, in turns (default: %(default)s)")
     _add_temperature(parser)
 
@@ -220,6 +222,22 @@ def _add_launches(parser: argparse.ArgumentParser) -> None:
 def _add_pool(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser)
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # measure this one alone, in this process
+
+
+def _add_retarget(parser: argparse.ArgumentParser) -> None:
+    _add_sizes(parser)
+    help_text = "captures, each with six changes after it (default: %(default)s)"
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help=help_text)
+
+
+def _add_pieces(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--pieces", type=positives, metavar="K,...", help="graphs in a step (default: 1,2,4,8, up to the layers)")
+    add("--batch", type=positive, default=1, metavar="N", help="rows (default: %(default)s)")
+    add("--prompt", type=positive, default=512, metavar="N", help="tokens before the steps (default: %(default)s)")
+    add("--cache", type=positive, default=1024, metavar="N", help="tokens of the cache (default: %(default)s)")
+    add("--steps", type=positive, default=200, metavar="N", help="decode steps of a run (default: %(default)s)")
+    add("--rounds", type=positive, default=3, metavar="N", help="runs of each, in turns (default: %(default)s)")
 
 
 def _add_picture(benches: "argparse._SubParsersAction[Parser]") -> None:
@@ -254,7 +272,7 @@ def bench(arguments: Sequence[str]) -> int:
 
     check_outputs(options.json, options.plot)
     on_gpu = torch.cuda.is_available() and options.device.startswith(("auto", "cuda"))
-    if options.bench in ("serve", "launches", "pool") and not on_gpu:
+    if options.bench in ("serve", "launches", "pool", "retarget", "pieces") and not on_gpu:
         raise ConfigError(f"{options.bench} measures CUDA graphs and needs a GPU: run it on one, or run decode")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -294,6 +312,14 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report |
         from .launches import launches
 
         return launches(options, arguments)
+    if options.bench == "retarget":
+        from .retarget import retarget
+
+        return retarget(options, arguments)
+    if options.bench == "pieces":
+        from .pieces import pieces
+
+        return pieces(options, arguments)
     from .pool import measure_layout, pool
 
     if options.layout is None:

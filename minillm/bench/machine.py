@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 
-def describe(device: torch.device, arguments: Sequence[str]) -> dict[str, str]:
-    """Machine, versions, date and command line, as lines to print."""
+def describe(device: torch.device, arguments: Sequence[str], module: str = "minillm.bench") -> dict[str, str]:
+    """Machine, versions, date and command line of `python -m module`, as lines to print."""
     return {
         "machine": _machine(device),
         "versions": ", ".join(f"{name} {number}" for name, number in _versions(device).items()),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "minillm.bench", *arguments]),
+        "command": shlex.join(["python", "-m", module, *arguments]),
     }
 
 

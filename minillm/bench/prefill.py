@@ -6,6 +6,7 @@ step is bound by memory; and a short one is bound by the launches of its kernels
 
     plain           plain PyTorch operations
     fused           as `LLM` prefills where it runs: cuBLAS, flash attention, and kernels for what is between
+    fused graph     the same, padded to one of the lengths that `LLM` records, and replayed
     transformers    a forward pass that fills a cache, and makes the logits of the last token only
 
 The columns:
@@ -32,8 +33,11 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..capture import CudaBackend
 from ..errors import MinillmError
+from ..graphs import GraphReport
 from ..model import Llama
+from ..prefill_graphs import LENGTHS, PrefillRunner
 from ..sampling import SamplingParams
 from .machine import describe
 from .peers import MODES, Transformers, chosen_peers
@@ -94,6 +98,7 @@ def prefill(options: Namespace, arguments: Sequence[str]) -> Report:
             Contestant(name, chunk, partial(in_chunks, model, runtime.cache, chunk))
             for name, model in runtime.models.items()
         ]
+        contestants += padded(runtime, prompt)
         if transformers is not None:
             contestants.append(Contestant(MODES["eager"], prompt, transformers.prefill))
         rows, notes = compare(subject, contestants, prompt, options.rounds, ceiling)
@@ -101,6 +106,25 @@ def prefill(options: Namespace, arguments: Sequence[str]) -> Report:
         report.notes += notes
     release(subject.device)
     return report
+
+
+def padded(runtime: Runtime, prompt: int) -> list[Contestant]:
+    """The fused prefill as a graph, if `LLM` would have one for a prompt of that length."""
+    model, device = runtime.models.get("fused"), runtime.cache.kv.device
+    if model is None:
+        return []
+    runner = PrefillRunner(model, runtime.cache, LENGTHS, CudaBackend(device))
+    if (length := runner.smallest(prompt)) is None:
+        return []
+    runner.capture(GraphReport(enabled=False))
+    numbers = draw_prompt(model.config.vocab_size, prompt)
+    return [Contestant(f"fused graph of {length}", prompt, lambda _: runner.read(numbers, 0, 0))]
+
+
+def draw_prompt(vocab_size: int, count: int) -> list[int]:
+    """Random token ids, the same each time."""
+    draw = random.Random(0)
+    return [draw.randrange(vocab_size) for _ in range(count)]
 
 
 def in_chunks(model: Llama, cache: KVCache, chunk: int, ids: Tensor) -> Tensor:
@@ -114,8 +138,7 @@ def compare(
     subject: Subject, contestants: Sequence[Contestant], prompt: int, rounds: int, ceiling: float
 ) -> tuple[list[Row], list[str]]:
     """Let everybody prefill the same random prompt in turns, A B C, A B C, ...: a row each, and how they compare."""
-    draw = random.Random(0)
-    ids = torch.tensor([draw.randrange(subject.config.vocab_size) for _ in range(prompt)], device=subject.device)
+    ids = torch.tensor(draw_prompt(subject.config.vocab_size, prompt), device=subject.device)
     for turn in range(WARM_UP + rounds):
         for contestant in contestants:
             if contestant.failed is None:

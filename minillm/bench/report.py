@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,14 +125,14 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
     """Find out before the measurement, and not after it, that its results cannot be written. Raises: ConfigError."""
     if json_path is not None:
-        _check_folder(json_path)
+        check_file(json_path)
     if plot_path is not None:
         check_plot(plot_path, "--plot")
 
 
 def check_plot(path: Path, option: str) -> None:
     """Whether a picture can be drawn and written there, as `option` asks for. Raises: ConfigError."""
-    _check_folder(path)
+    check_file(path)
     if path.suffix.lower() != ".png":
         raise ConfigError(f"{option} writes a PNG image, and {path} does not end in .png")
     try:
@@ -140,9 +141,15 @@ def check_plot(path: Path, option: str) -> None:
         raise ConfigError(f"{option} needs matplotlib: pip install 'minillm[plot]'") from error
 
 
-def _check_folder(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no directory {path.absolute().parent}")
+def check_file(path: Path) -> None:
+    """Whether a file can be written there. Raises: ConfigError."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {folder}")
+    if path.is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 def write_file(path: Path, write: Callable[[], object]) -> None:

@@ -29,9 +29,10 @@ from ..hub import resolve_model
 from ..kernels.fused import FusedOps
 from ..loading import Plan, load_model, make_plan, pick_device, pick_dtype, pick_kernels
 from ..model import Llama
+from ..pieces import Cuts
 from ..sampling import Mode
 from ..state import DecodeState
-from ..step import decode_step
+from ..step import step_of
 from ..weights import Weights, allocate, randomise
 from .shapes import SHAPES
 
@@ -134,18 +135,20 @@ class Runtime:
         self.state = DecodeState.allocate(rows, subject.config.vocab_size, subject.device)
         synchronize(subject.device)  # runners use streams of their own
 
-    def step(self, ops: str) -> Step:
-        model, cache = self.models[ops], self.cache
+    def step(self, ops: str, cuts: Cuts | None = None) -> Step:
+        return step_of(self.models[ops], self.cache, cuts)
 
-        def step(rows: DecodeState, kv_len: int, mode: Mode) -> None:
-            decode_step(model, cache, rows, kv_len, mode)
+    def runner(
+        self, backend: Backend | None, ops: str = "plain", largest_first: bool = True, cuts: Cuts | None = None
+    ) -> "BenchRunner":
+        """A runner that has captured everything, or runs eagerly if there is no backend.
 
-        return step
-
-    def runner(self, backend: Backend | None, ops: str = "plain", largest_first: bool = True) -> "BenchRunner":
-        """A runner that has captured everything, or runs eagerly if there is no backend."""
-        by_kv_length = self.models[ops].fused is None  # as in `LLM`
-        runner = BenchRunner(self.step(ops), self.state, self.cache, backend, by_kv_length=by_kv_length)
+        Args:
+            cuts: those that the backend captures with.
+        """
+        fused = self.models[ops].fused
+        kv_lengths = None if fused is None else fused.kv_lengths(self.cache.max_seq_len)  # as in `LLM`
+        runner = BenchRunner(self.step(ops, cuts), self.state, self.cache, backend, kv_lengths=kv_lengths)
         runner.largest_first = largest_first
         runner.capture()
         return runner

@@ -40,6 +40,8 @@ class PromptOps(LayerOps, Protocol):
 
     def chunk_attention(self, row: int, start: int) -> Attend: ...
 
+    def placed_attention(self, place: Tensor) -> Attend: ...
+
 
 class DecodeOps(LayerOps, Protocol):
     """What a decode step calls."""

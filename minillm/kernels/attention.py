@@ -8,7 +8,7 @@ arXiv:1805.02867), and the last split to arrive combines them.
 The length is `positions + 1`, read on the device, because a CUDA Graph freezes the grid but not the memory: the grid
 has a fixed number of splits, of which as many work as there are tiles of `BT` tokens, up to all of them.
 
-Two ways to work on a split, chosen by the length:
+Two ways to work on a split, chosen by the length of the row:
 
 - short: one program a query head, plain float32 products. The heads that share K and V each read them, the later ones
   from the L2 cache. That is many small programs, and at short lengths time is latency, not bytes.
@@ -34,17 +34,20 @@ NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that n
 
 @triton.jit
 def attention_kernel(
-    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, scale, long_from,
+    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, q_row, scale,
+    long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    BT: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, WAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
-    q, out: [rows, heads, D]; k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
+    q, out: [rows, heads, D], the rows of q lie q_row elements apart, for q may be a part of q, k and v;
+    k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
     active: bytes [rows], 0 for padding, which stands at position 0.
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
     [rows, heads], zero between launches. Lengths from long_from on work the long way, in up to LONG splits, a power
-    of two above SPLITS and up to SPLITS * GROUP. LONG equal to SPLITS leaves it out; then long_from is out of reach.
+    of two up to SPLITS * GROUP. WAY: 0 compiles the short way alone, 1 the long one, 2 both. A kernel of both takes the
+    registers and the shared memory of the greedier, which costs short rows an eighth of a whole step.
     """
     allow_next(PDL)
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -52,15 +55,28 @@ def attention_kernel(
     length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
-    if length < long_from:
+    q += row.to(tl.int64) * (q_row - heads * D)  # so that q + at * D is the query of this head
+    k_head, v_head = k_cache + start, v_cache + start
+    group_at, group_split = at - head % GROUP, split * GROUP + head % GROUP
+    if WAY == 0:
         short_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at, split, length, scale,
+            q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
             D, DP, SPLITS, LONG, BT, PDL,
         )  # fmt: skip
-    elif LONG > SPLITS:
+    elif WAY == 1:
         long_way(
-            q, k_cache + start, v_cache + start, parts, maxima, sums, counters, out, at - head % GROUP,
-            split * GROUP + head % GROUP, length, scale, D, DP, GROUP, GP, LONG, BT, PDL,
+            q, k_head, v_head, parts, maxima, sums, counters, out, group_at, group_split, length, scale,
+            D, DP, GROUP, GP, LONG, BT, PDL,
+        )  # fmt: skip
+    elif length < long_from:
+        short_way(
+            q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
+            D, DP, SPLITS, LONG, BT, PDL,
+        )  # fmt: skip
+    else:
+        long_way(
+            q, k_head, v_head, parts, maxima, sums, counters, out, group_at, group_split, length, scale,
+            D, DP, GROUP, GP, LONG, BT, PDL,
         )  # fmt: skip
 
 

@@ -5,9 +5,9 @@ Whether they can be used is decided once, by `FusedOps.supports`, when a model i
 kernels: shapes, launch grids, and the scratch memory in which programs of one kernel leave parts for each other. That
 memory belongs to one FusedOps, so two streams must not share one.
 
-Products run fused for 1 to 32 rows; for more they are those of `reference.py`. Attention and the two ends of a step are
-fused for any number of rows. Models with norms on q and k (qwen3) need one kernel more a layer, and top-k and top-p
-stay plain operations: they sort the vocabulary.
+Products run fused for 1 to 32 rows; for more they are those of a prompt, `fused_prompt.py`. Attention and the two ends
+of a step are fused for any number of rows. Models with norms on q and k (qwen3) need one kernel more a layer, and top-k
+and top-p stay plain operations: they sort the vocabulary.
 """
 
 import importlib.util
@@ -23,9 +23,10 @@ from ..sampling import Mode, keep_top, penalise, scale
 from ..state import DecodeState
 from ..weights import LayerWeights
 from . import launch, reference
+from .fused_prompt import FusedPrompt
 
 MAX_ROWS = 32
-"""Products of more rows than this are left to `reference.py`."""
+"""Products of more rows than this are left to cuBLAS, as those of a prompt are."""
 
 PREPARED = (torch.bfloat16,)
 """Dtypes in which gain * x cannot overflow, so that it may be multiplied before the scale of the norm is known."""
@@ -33,6 +34,7 @@ PREPARED = (torch.bfloat16,)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 1024  # elements of an embedding that one program copies
 CHUNK = 2048  # logits that one program looks through at the end of a step
+ONLY_SHORT, ONLY_LONG, BOTH = range(3)  # the ways that `attention.py` is compiled for
 
 
 class Prepared(NamedTuple):
@@ -89,6 +91,11 @@ class FusedOps:
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
         self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
 
+    @property
+    def prompt(self) -> FusedPrompt:
+        """The operations for many tokens. Made anew each time: kept, it would hold this object, which would hold it."""
+        return FusedPrompt(self)
+
     @staticmethod
     def supports(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
         """None if FusedOps runs this model, else one sentence that says why not."""
@@ -132,7 +139,7 @@ class FusedOps:
         """See `reference.qkv_rope_append`: x [n, hidden] -> q [n, heads, head_dim]; k and v go into the cache."""
         n, hidden = x.shape
         if n > MAX_ROWS:
-            return reference.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
+            return self.prompt.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
         q = x.new_empty(n, self.heads, head_dim)
         turns = torch.view_as_real(rope)  # [n, head_dim / 2, 2]
         heads, slots_a_head = self.heads + 2 * self.kv_heads, kv.shape[3]
@@ -163,8 +170,9 @@ class FusedOps:
         Args:
             state: positions and active are read on the device, and before the kernel that precedes attention has
                 ended: an ordinary kernel, `begin`, must stand between what writes them and the first layer.
-            kv_len: not used: the length is positions + 1.
-        Returns: a function of q [n, heads, head_dim] and one layer of the cache, to [n, heads * head_dim].
+            kv_len: as in `reference.row_attention`. It only says whether a row may be long: see `kv_lengths`.
+        Returns: a function of q [n, heads, head_dim], whose rows may lie further apart, and one layer of the cache,
+            to [n, heads * head_dim].
         """
         active = state.active.view(torch.uint8)
         group = self.heads // self.kv_heads
@@ -173,16 +181,23 @@ class FusedOps:
             n = q.shape[0]
             out = q.new_empty(n, self.heads * self.head_dim)
             shape, long_splits, long_from = self.attention_shapes[n - 1]
+            way = ONLY_LONG if long_from == 0 else ONLY_SHORT if kv_len < long_from else BOTH
             self._run(
                 self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
-                out, self.heads, self.kv_heads, kv.shape[3], 1 / math.sqrt(self.head_dim), long_from,
+                out, self.heads, self.kv_heads, kv.shape[3], q.stride(0), 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
                 GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
+                WAY=way,
             )  # fmt: skip
             return out
 
         return attend
+
+    def kv_lengths(self, max_seq_len: int) -> list[int]:
+        """The KV lengths that steps are recorded for: while all rows are short, attention is a smaller kernel."""
+        some_long = any(0 < long_from < max_seq_len for *_, long_from in self.attention_shapes)
+        return [launch.LONG_FROM - 1, max_seq_len] if some_long else [max_seq_len]
 
     def _attention_shape(self, n: int, max_seq_len: int) -> tuple[launch.Splits, int, int]:
         """Of n rows: how attention is split, in how many splits the long way, and from which length on."""
@@ -192,9 +207,9 @@ class FusedOps:
     def linear_residual(
         self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None = None
     ) -> Tensor:
-        """See `reference.linear_residual`: y [n, in], weight [out, in], x [n, out] -> [n, out]."""
+        """See `reference.linear_residual`: y [n, in], weight [out, in], x [n, out] -> [n, out]; many rows: into x."""
         if y.shape[0] > MAX_ROWS:
-            return reference.linear_residual(y, weight, bias, x)
+            return self.prompt.linear_residual(y, weight, bias, x)
         return self._linear(y, weight, None, bias, x, 0.0, x.dtype, gain)
 
     def _prepare(self, x: Tensor, gain: Tensor | None, blocks: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -216,7 +231,7 @@ class FusedOps:
         """See `reference.gate_up_silu`: x [n, hidden] -> [n, intermediate]."""
         n, hidden = x.shape
         if n > MAX_ROWS:
-            return reference.gate_up_silu(x, w, eps)
+            return self.prompt.gate_up_silu(x, w, eps)
         m, size = launch.row_bucket(n), w.gate_up.shape[0]
         tile = launch.tile(hidden, size, m)
         out = x.new_empty(n, size // 2)

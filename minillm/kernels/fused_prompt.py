@@ -5,13 +5,18 @@ kernels of `prompt.py`. A layer is then: norm, product, rotation and write to th
 product, SiLU, product. The two products that end in the residual stream add to it in place.
 """
 
+import math
+from typing import TYPE_CHECKING
+
 import torch.nn.functional as F
 from torch import Tensor, view_as_real
 
 from ..weights import LayerWeights
 from . import launch, reference
-from .fused import FusedOps
 from .reference import Attend
+
+if TYPE_CHECKING:
+    from .fused import FusedOps
 
 HEAD_BLOCK = 1024  # elements of q, k and v that one program rotates
 SILU_BLOCK = 1024  # hidden units that one program computes
@@ -24,11 +29,11 @@ class FusedPrompt:
         ops: the kernels that decode the same model. They also make the logits of up to 32 tokens.
     """
 
-    def __init__(self, ops: FusedOps) -> None:
-        from . import prompt  # here, because triton is only there with CUDA builds of PyTorch
+    def __init__(self, ops: "FusedOps") -> None:
+        from . import chunk, prompt  # here, because triton is only there with CUDA builds of PyTorch
 
-        self._kernels, self._run = prompt, ops._run
-        self._heads, self._kv_heads = ops.heads, ops.kv_heads
+        self._kernels, self._chunk, self._run = prompt, chunk, ops._run
+        self._heads, self._kv_heads, self._head_dim = ops.heads, ops.kv_heads, ops.head_dim
         self.norm_logits = ops.norm_logits
 
     def qkv_rope_append(
@@ -50,6 +55,25 @@ class FusedPrompt:
     def chunk_attention(self, row: int, start: int) -> Attend:
         """See `reference.chunk_attention`, which is flash attention on a GPU."""
         return reference.chunk_attention(row, start)
+
+    def placed_attention(self, place: Tensor) -> Attend:
+        """See `reference.placed_attention`; what is not a real token gets zeros."""
+
+        def attend(q: Tensor, kv: Tensor) -> Tensor:
+            size, width = q.shape[0], launch.power_of_two(self._head_dim)
+            out = q.new_empty(size, self._heads * self._head_dim)
+            tokens = max(16, min(64, launch.power_of_two(size) // 4))  # a few blocks a head, so that more programs run
+            # tiles that two of fit in the shared memory of every GPU from Ampere on
+            tile, stages, warps = (64, 3, 4) if width <= 64 else (64, 2, 4) if width <= 128 else (32, 2, 8)
+            self._run(
+                self._chunk.chunk_attention_kernel, (-(-size // tokens), self._heads), warps,
+                q, q.stride(0), place, kv, kv.stride(0), kv.shape[3], out, size, 1 / math.sqrt(self._head_dim),
+                HEADS=self._heads, GROUP=self._heads // self._kv_heads, D=self._head_dim, DP=width, BM=tokens, BT=tile,
+                STAGES=stages, fence=True,
+            )  # fmt: skip
+            return out
+
+        return attend
 
     def linear_residual(
         self, y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None = None

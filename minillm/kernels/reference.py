@@ -132,6 +132,26 @@ def chunk_attention(row: int, start: int) -> Attend:
     return attend
 
 
+def placed_attention(place: Tensor) -> Attend:
+    """`chunk_attention` of a chunk whose place is in memory, so that it can be captured. Reads the whole row.
+
+    Args:
+        place: int64 [3]: the row, the position of the first token, and how many of the tokens are real.
+    Returns: the function of (q [size, heads, head_dim], one layer of the cache) that gives [size, heads * head_dim];
+        what it gives for a token that is not real means nothing, but is finite.
+    """
+    row, start, count = place.split(1)  # each [1]
+
+    def attend(q: Tensor, kv: Tensor) -> Tensor:
+        positions = start + torch.arange(q.shape[0], device=q.device).minimum((count - 1).clamp(min=0))
+        k, v = kv.index_select(1, row)[:, :, :, :-1]  # each [1, kv_heads, max_seq_len, head_dim]
+        mask = torch.arange(k.shape[2], device=q.device) <= positions[:, None]  # [size, max_seq_len]
+        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+    return attend
+
+
 def linear_residual(y: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, gain: Tensor | None = None) -> Tensor:
     """x + y @ weight.T + bias: y [N, in], weight [out, in], x [N, out] -> [N, out].
 

@@ -1,0 +1,1 @@
+"""CUDA Graphs for a language model, as seven programs in reading order. README.md beside this file is their page."""
