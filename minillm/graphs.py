@@ -58,7 +58,7 @@ def kv_buckets(max_seq_len: int) -> list[int]:
 class GraphReport:
     """What the runner did. Bytes are those of the pool, capture seconds those of warm-up and capture.
 
-    A replay, or an eager step, is as many steps as a recording has.
+    A replay is one launch: of a step, of several, or of a loop.
 
     Attributes:
         pieces: CUDA graphs in each of the `graphs` recordings.
@@ -207,13 +207,9 @@ class GraphRunner:
             self.report.eager_reasons[self._eager_reason if not self._recordings else "no bucket fits"] += 1
             self._run(rows, kv_len, mode)
         else:
-            self.count_replay(key, rows if live is None else live)
+            self.report.replays += 1
+            self.report.padded_rows += key[0] - (rows if live is None else live)
             self._recordings[key].replay()
-
-    def count_replay(self, key: Key, live: int) -> None:
-        """Note a launch of a recording, in which `live` rows were no padding."""
-        self.report.replays += 1
-        self.report.padded_rows += key[0] - live
 
     def make_loop(self, key: Key, tape: Tape) -> Loop:
         """A recording as a loop on the device. Raises: GraphError."""

@@ -53,7 +53,8 @@ class Loops:
         """Enqueue the loop that these rows need up to their limits; with `once`, no more than one step of it."""
         key = self._runner.find(decoding.highest + 1, decoding.end, decoding.mode)
         assert key is not None, "there are loops only where everything was recorded"
-        self._runner.count_replay(key, len(decoding.rows))
+        self._runner.report.replays += 1
+        self._runner.report.padded_rows += key[0] - len(decoding.rows)
         self.tape.rewind(halt=once)
         self._running = self._loops[key]
         self._running.launch()

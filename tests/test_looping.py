@@ -3,6 +3,7 @@
 import sys
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from small import FakeBackend, FakeLoop, parts, until
 from test_engine import engine_of, prompt_of, request, run, solo
 from test_graphs import step_of_nothing
 
-from minillm import looping, while_node
+from minillm import LLM, SamplingParams, looping, while_node
 from minillm.assembly import Options
 from minillm.engine import Engine
 from minillm.errors import ConfigError, EngineError, GraphError, MinillmError
@@ -344,6 +345,15 @@ def test_what_does_not_go_together_is_refused() -> None:
     for steps in (2, "until_done"):
         with pytest.raises(ConfigError, match=r"graph_pieces=3.*steps_per_graph"):
             Options(1, "auto", 1, None, True, None, steps, 3)
+
+
+@pytest.mark.parametrize("steps", [4, "until_done"])
+@pytest.mark.filterwarnings("error")
+def test_without_a_gpu_an_llm_makes_steps_one_by_one(steps: int | str, tiny: Path) -> None:
+    params = SamplingParams(max_tokens=15, seed=3, ignore_eos=True)
+    with LLM(tiny, device="cpu") as one, LLM(tiny, device="cpu", steps_per_graph=steps) as many:
+        assert many.generate("the king", params).token_ids == one.generate("the king", params).token_ids
+        assert many.graph_report().eager_steps == 14
 
 
 def test_an_engine_without_loops_is_the_plain_one() -> None:
