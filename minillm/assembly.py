@@ -10,6 +10,7 @@ from .capture import CudaBackend
 from .engine import Engine
 from .errors import ConfigError
 from .graphs import GraphRunner, make_runner
+from .looping import LoopEngine, make_loops
 from .model import Llama
 from .pieces import Cuts
 from .prefill_graphs import LENGTHS, PrefillRunner
@@ -33,6 +34,11 @@ class Options:
     steps_per_graph: int | str
     graph_pieces: int
 
+    @property
+    def steps(self) -> int:
+        """Decode steps in one recording."""
+        return self.steps_per_graph if isinstance(self.steps_per_graph, int) else 1
+
     def __post_init__(self) -> None:
         _check_count("max_waiting", self.max_waiting)
         _check_count("graph_pieces", self.graph_pieces)
@@ -40,6 +46,11 @@ class Options:
             _check_count("prefill_chunk", self.prefill_chunk)
         if self.steps_per_graph != UNTIL_DONE:
             _check_count("steps_per_graph", self.steps_per_graph, f", or {UNTIL_DONE!r}")
+        if self.graph_pieces > 1 and self.steps_per_graph != 1:
+            raise ConfigError(
+                f"graph_pieces={self.graph_pieces} cuts a step in several launches, and steps_per_graph="
+                f"{self.steps_per_graph!r} makes several steps in one: give one of the two"
+            )
         for size in self.prefill_graphs or ():
             _check_count("a size in prefill_graphs", size)
         if not isinstance(self.prefix_reuse, bool):  # a text from a config file, "no", would switch it on
@@ -60,7 +71,10 @@ def build_engine(model: Llama, max_seq_len: int, options: Options, progress: boo
     prefills, runner = _capture(model, cache, state, cuts, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
-    return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
+    loops = make_loops(runner, cache, options.graphs) if options.steps_per_graph == UNTIL_DONE else None
+    if loops is None:
+        return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
+    return LoopEngine(model, cache, state, runner, chunk, options.prefix_reuse, prefills, loops=loops)
 
 
 def _capture(
@@ -80,5 +94,5 @@ def _capture(
             bar.update(done - bar.n)
 
         kv_lengths = None if model.fused is None else model.fused.kv_lengths(cache.max_seq_len)
-        runner = make_runner(step, state, cache, options.graphs, backend, show, kv_lengths, prefills)
+        runner = make_runner(step, state, cache, options.graphs, backend, show, kv_lengths, prefills, options.steps)
     return prefills, runner

@@ -6,19 +6,36 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from .graph_nodes import CudaDriver
 from .pieces import Cuts, Pieces
+from .readback import Tape
 from .retarget import Editor
+from .state import DecodeState
+
+if TYPE_CHECKING:
+    from .while_node import Turn
 
 
 class Recording(Protocol):
     """A captured step."""
 
     def replay(self) -> None: ...
+
+
+class Loop(Protocol):
+    """A captured step that repeats itself on the device; `while_node.py` describes it."""
+
+    def launch(self) -> None: ...
+
+    def ended(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Backend(Protocol):
@@ -35,6 +52,7 @@ class Backend(Protocol):
 
     def capture(self, step: Callable[[], None]) -> Recording: ...
 
+    def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop: ...
     def editor(self, recordings: Sequence[Recording]) -> Editor: ...
 
     def free_bytes(self) -> int: ...
@@ -66,6 +84,7 @@ class CudaBackend:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle() if share_pool else None
         self._cuts = Cuts(layers=1, pieces=1) if cuts is None else cuts
+        self._turn: Turn | None = None
 
     @property
     def pieces(self) -> int:
@@ -121,8 +140,20 @@ class CudaBackend:
         graphs = [r.graphs if isinstance(r, Pieces) else [cast(torch.cuda.CUDAGraph, r)] for r in recordings]
         return Editor(graphs, CudaDriver())
 
+    def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop:
+        """The recording, in a WHILE node. Raises: GraphError."""
+        from .while_node import Turn, WhileNode
+
+        assert isinstance(recording, torch.cuda.CUDAGraph)
+        with self.on_stream():
+            self._turn = self._turn or Turn(self.device)
+            return WhileNode(self._turn, recording, state, tape)
+
     def close(self) -> None:
         self.stream.synchronize()
+        if self._turn is not None:
+            self._turn.close()
+        self._turn = None
         torch._C._cuda_clearCublasWorkspaces()
 
     def free_bytes(self) -> int:
@@ -133,7 +164,7 @@ class CudaBackend:
 
 
 def _new_graph() -> torch.cuda.CUDAGraph:
-    return torch.cuda.CUDAGraph(keep_graph=True)  # so that it can be edited
+    return torch.cuda.CUDAGraph(keep_graph=True)  # so that it can be edited, and put into a loop
 
 
 def _abandon(graph: torch.cuda.CUDAGraph) -> None:

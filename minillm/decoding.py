@@ -12,12 +12,14 @@ class Decoding:
         self.highest = rows[-1][0] if rows else -1
         self.position = max((len(r.prompt_token_ids) + r.enqueued - 1 for _, r in rows), default=0)
         self.mode = max((r.mode for _, r in rows), default=Mode.GREEDY)
+        self.end = max((r.limit - 1 for _, r in rows), default=0)
+        """The tokens that the last step of all sees: the token that reaches a limit is fed to none."""
         self._left = min((r.limit - len(r.prompt_token_ids) - r.enqueued for _, r in rows), default=0)
 
-    def advance(self) -> bool:
-        """Count a step that was enqueued; returns whether it was the last of a row."""
+    def advance(self, steps: int) -> bool:
+        """Count steps that were enqueued; returns whether the last of a row was among them."""
         for _, request in self.rows:
-            request.enqueued += 1
-        self.position += 1
-        self._left -= 1
-        return self._left == 0
+            request.enqueued = min(request.enqueued + steps, request.limit - len(request.prompt_token_ids))
+        self.position += steps
+        self._left -= steps
+        return self._left <= 0

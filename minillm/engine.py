@@ -5,6 +5,9 @@ wait, enqueue one decode step for all rows, and deliver the tokens of the step b
 ahead: it enqueues step t + 1 before it has read the tokens of step t, so the device never waits for it. That is safe
 because a step ends its own rows: a row that met an end token in step t is padding in step t + 1.
 
+A launch may be of several steps: their tokens are delivered together, and what was made for a request after its end is
+discarded.
+
 A long prompt is read in chunks between the steps, so it holds the others up for the time of a chunk and not longer. Its
 row is padding until the whole prompt is in the cache.
 
@@ -14,6 +17,7 @@ Nothing here is safe for threads: one thread at a time may use an engine. `servi
 import logging
 import struct
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from .cache import KVCache
@@ -23,7 +27,7 @@ from .graphs import GraphRunner
 from .model import Llama
 from .prefill_graphs import PrefillRunner
 from .prefix import RowMemory
-from .readback import Readback, Ticket
+from .readback import Readback
 from .request import Request, lost, own_fault
 from .state import BROKEN, LENGTH, RUNNING, STOP, DecodeState
 from .step import finish_step
@@ -64,8 +68,8 @@ class Engine:
         self._decoding = Decoding([])
         self._on_gpu = self.device.type == "cuda"
         self._entered = not self._on_gpu
-        # a first token for each row, and two decode steps
-        self._readback = Readback(state.output, depth=cache.max_batch_size + 2)
+        # a first token for each row, and two launches
+        self._readback = Readback(state.output, runner.outputs, depth=cache.max_batch_size + 2)
 
     # ------------------------------------------------------------------ what its thread calls
 
@@ -101,13 +105,16 @@ class Engine:
         """Read prompts, enqueue one decode step, deliver what is due. A device's error ends every open request."""
         try:
             with self.on_stream():
-                self._read_prompts()
-                enqueued = self._decode()
-                self._deliver(keep=1 if enqueued and self._on_gpu else 0)
+                self._advance()
         except BaseException as error:  # an interrupt too: a step cut in half has left no known state
             self._fail_all(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _advance(self) -> None:
+        self._read_prompts()
+        enqueued = self._decode()
+        self._deliver(keep=1 if enqueued and self._on_gpu else 0)
 
     def on_stream(self) -> AbstractContextManager[object]:
         """The stream of all steps. A thread that owns the engine enters it once, which spares every step to."""
@@ -190,7 +197,7 @@ class Engine:
             self.state.admit(row, prompt, request.limit, request.stops, request.params, request.seed)
             finish_step(self.model, logits, self._alone[row], request.mode)
             request.enqueued = 1
-            self._readback.issue([(row, request)])
+            self._readback.issue([(row, request)], first=True)
             self._decoding = self._who_decodes()
 
     # ------------------------------------------------------------------ tokens
@@ -204,9 +211,11 @@ class Engine:
         decoding = self._decoding
         if not decoding.rows:
             return False
-        self.runner.step(decoding.highest + 1, decoding.position + 1, decoding.mode, len(decoding.rows))
+        steps = self.runner.steps
+        kv_len = min(decoding.position + steps, decoding.end)
+        self.runner.step(decoding.highest + 1, kv_len, decoding.mode, len(decoding.rows))
         self._readback.issue(decoding.rows)
-        if decoding.advance():
+        if decoding.advance(steps):
             self._decoding = self._who_decodes()
         return True
 
@@ -214,11 +223,14 @@ class Engine:
         """Hand out tokens until at most `keep` tickets are under way."""
         tickets = self._readback.tickets
         while len(tickets) > keep:
-            self._hand_out(tickets.popleft())
+            ticket = tickets.popleft()
+            for output in ticket.read():
+                self._hand_out(output, ticket.requests)
 
-    def _hand_out(self, ticket: Ticket) -> None:
-        output, rows = ticket.read(), self.rows
-        for row, request in ticket.requests:
+    def _hand_out(self, output: list[int], requests: Sequence[tuple[int, Request]]) -> None:
+        """Deliver the tokens of one step."""
+        rows = self.rows
+        for row, request in requests:
             if rows[row] is request:  # else it was cancelled or ended while this step was under way
                 token_id, code, bits = output[3 * row : 3 * row + 3]
                 logprob = struct.unpack("f", struct.pack("i", bits))[0] if request.params.logprobs else 0.0

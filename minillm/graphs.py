@@ -9,6 +9,9 @@ addresses, shapes, and every Python number. So
   modes, and a step runs in the smallest that fits, its spare rows being padding;
 - what fits no bucket runs eagerly, the same function, and is counted.
 
+A recording may hold several steps, each of which writes its tokens to a place of its own: one launch makes them all,
+and the rows that end in the middle are padding for the rest of it.
+
 All recordings share one memory pool, because only one runs at a time, and the largest is recorded first, so that the
 smaller ones find its memory and add none.
 """
@@ -19,12 +22,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .cache import KVCache
-from .capture import Backend, Recording, failure, no_garbage_collection
+from .capture import Backend, Loop, Recording, failure, no_garbage_collection
 from .errors import ConfigError, GraphError
+from .readback import Tape
 from .retarget import Editor, Move, check_moves
 from .sampling import Mode
 from .state import DecodeState
@@ -53,6 +57,8 @@ def kv_buckets(max_seq_len: int) -> list[int]:
 @dataclass
 class GraphReport:
     """What the runner did. Bytes are those of the pool, capture seconds those of warm-up and capture.
+
+    A replay is one launch: of a step, of several, or of a loop.
 
     Attributes:
         pieces: CUDA graphs in each of the `graphs` recordings.
@@ -84,6 +90,9 @@ class GraphRunner:
         step: the function to record. state, cache: what it works on; they are put back after a capture.
         backend: None runs everything eagerly, for the reason `eager_reason`.
         kv_lengths: of the kv_len argument, recorded each, the longest last: that of the cache. None: `kv_buckets`.
+        steps: how many steps a recording has. What runs eagerly has one: there is nothing to gain.
+    Attributes:
+        outputs: int32 [steps, rows, 3], what each of the steps of the last call has put out.
     """
 
     def __init__(
@@ -94,14 +103,22 @@ class GraphRunner:
         backend: Backend | None,
         eager_reason: str = "graphs are off",
         kv_lengths: list[int] | None = None,
+        steps: int = 1,
     ) -> None:
         self._step, self._state, self._cache, self._backend = step, state, cache, backend
+        self._set_steps(1 if backend is None else steps)
         self._eager_reason = eager_reason
         self._batch_sizes = batch_buckets(cache.max_batch_size)
         self._kv_lengths = kv_lengths or kv_buckets(cache.max_seq_len)
         self._recordings: dict[Key, Recording] = {}
         self._editor: Editor | None = None  # of the recordings, once it is needed
+        self._looping = False  # whether there are copies of the recordings
         self.report = GraphReport(enabled=False)
+
+    def _set_steps(self, steps: int) -> None:
+        """The first step's output is that of the state if there is one step; else, all have places of their own."""
+        self.steps, output = steps, self._state.output
+        self.outputs = output[None] if steps == 1 else output.new_empty((steps, *output.shape))
 
     def on_stream(self) -> AbstractContextManager[object]:
         """The stream that every step runs on, or the current one without a GPU."""
@@ -128,6 +145,7 @@ class GraphRunner:
                     self._recordings[key] = self._record(self._backend, key)
                 except Exception as error:
                     self._recordings.clear()
+                    self._set_steps(1)
                     what = f"the decode step of {key[0]} rows, {key[1]} KV positions, mode {key[2].name}"
                     remedy = "Lower max_batch_size or max_seq_len"
                     raise GraphError(failure(what, self._backend, error, remedy)) from error
@@ -138,17 +156,20 @@ class GraphRunner:
         self.report.capture_seconds = time.perf_counter() - started
 
     def _record(self, backend: Backend, key: Key) -> Recording:
-        n, kv_len, mode = key
-        state = self._state.narrow(0, n)
-
         def step() -> None:
-            self._step(state, kv_len, mode)
+            self._run(*key)
 
         backend.warm_up(step)
         before = backend.reserved_bytes()
         recording = backend.capture(step)
         self.report.pool_bytes += backend.reserved_bytes() - before
         return recording
+
+    def _run(self, rows: int, kv_len: int, mode: Mode) -> None:
+        """The steps of one recording."""
+        state = self._state.narrow(0, rows)
+        for output in self.outputs:
+            self._step(replace(state, output=output[:rows]), kv_len, mode)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -175,16 +196,26 @@ class GraphRunner:
         return key if key in self._recordings else None
 
     def step(self, rows: int, kv_len: int, mode: Mode, live: int | None = None) -> None:
-        """One decode step of the first `rows` rows, of which `live` (default: all) are active."""
+        """`steps` decode steps of the first `rows` rows, of which `live` (default: all) are active.
+
+        Args:
+            kv_len: more than every active row's position, in the last of the steps too.
+        """
         key = self.find(rows, kv_len, mode)
         if key is None:
             self.report.eager_steps += 1
             self.report.eager_reasons[self._eager_reason if not self._recordings else "no bucket fits"] += 1
-            self._step(self._state.narrow(0, rows), kv_len, mode)
+            self._run(rows, kv_len, mode)
         else:
             self.report.replays += 1
             self.report.padded_rows += key[0] - (rows if live is None else live)
             self._recordings[key].replay()
+
+    def make_loop(self, key: Key, tape: Tape) -> Loop:
+        """A recording as a loop on the device. Raises: GraphError."""
+        assert self._backend is not None
+        self._looping = True
+        return self._backend.loop(self._recordings[key], self._state.narrow(0, key[0]), tape)
 
     def retarget(self, step: Step, cache: KVCache, moves: Sequence[Move] = ()) -> None:
         """Point every recording at another cache of the same sizes, or at other tensors, without capturing again.
@@ -199,6 +230,10 @@ class GraphRunner:
             moves: (old, new) of other tensors, such as weights, of equal shape and dtype.
         Raises: GraphError. Everything is as before then, unless it says that the graphs were dropped.
         """
+        if self._looping:
+            raise GraphError(
+                "the graphs of steps_per_graph='until_done' cannot be pointed at other tensors: give a number"
+            )
         started = time.perf_counter()
         moves = [(self._cache.kv, cache.kv), *moves]
         if self._recordings and self._backend is not None:
@@ -255,6 +290,7 @@ def make_runner(
     progress: Callable[[int, int], None] | None = None,
     kv_lengths: list[int] | None = None,
     prefills: "PrefillRunner | None" = None,
+    steps: int = 1,
 ) -> GraphRunner:
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
 
@@ -266,7 +302,7 @@ def make_runner(
     """
     check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
-    runner = GraphRunner(step, state, cache, backend, reason, kv_lengths)
+    runner = GraphRunner(step, state, cache, backend, reason, kv_lengths, 1 if graphs == "off" else steps)
     if graphs == "off":
         return runner
     try:

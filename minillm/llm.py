@@ -52,7 +52,10 @@ class LLM:
         prefix_reuse: whether a prompt that begins like one before is read from where they part.
         prefill_graphs: the lengths that prompts are padded to, each captured; () reads all prompts eagerly; None is
             what measures best: some lengths up to 512 where there are fused kernels, else ().
-        steps_per_graph: decode steps in one launch; "until_done" makes one launch of a whole answer.
+        steps_per_graph: decode steps in one launch. Their tokens come together, no prompt is read in between, and what
+            was made after the end of an answer is discarded. "until_done" launches a loop that ends with the answers,
+            or when a request comes or goes; tokens come as they are made. It needs CUDA 12.4 and cuda.bindings.
+            Without graphs, steps are made one by one all the same.
         graph_pieces: in how many graphs a step is cut, for a model whose whole step does not fit in one.
     Raises: subclasses of MinillmError, a ValueError: ConfigError, CheckpointError, TokenizerError, MemoryLimitError,
         GraphError. Nothing stays allocated then.

@@ -10,7 +10,9 @@ import torch
 from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.engine import Engine
+from minillm.errors import GraphError
 from minillm.model import Llama
+from minillm.readback import Tape
 from minillm.state import DecodeState
 from minillm.weights import allocate, randomise
 
@@ -28,11 +30,51 @@ class FakeRecording:
         self.replay = step
 
 
-class FakeBackend:
-    """Replays by running the step again. Keeps a log, and can fail at the k-th capture."""
+class FakeLoop:
+    """Makes `pace` steps whenever the host looks whether it has ended."""
 
-    def __init__(self, fail_at: int | None = None, pieces: int = 1) -> None:
-        self.pieces = pieces
+    def __init__(self, step: Callable[[], None], state: DecodeState, tape: Tape, pace: int) -> None:
+        self.step, self.state, self.tape, self.pace = step, state, tape, pace
+        self.over, self.launches, self.closed = True, 0, False
+
+    def launch(self) -> None:
+        assert self.over
+        assert not self.closed
+        assert self.tape.done == 0
+        self.over, self.launches = False, self.launches + 1
+
+    def ended(self) -> bool:
+        for _ in range(self.pace):
+            if self.over:
+                break
+            self._turn()
+        return self.over
+
+    def _turn(self) -> None:
+        self.step()
+        line, tape = int(self.tape.done), self.tape
+        tape.ring[line, : self.state.output.numel()] = self.state.output.view(-1)
+        tape.done += 1
+        self.over = bool(tape.halt) or not self.state.active.any() or line + 1 == len(tape.ring)
+
+    def wait(self) -> None:
+        while not self.over:
+            self._turn()
+
+    def close(self) -> None:
+        assert self.over
+        self.closed = True
+
+
+class FakeBackend:
+    """Replays by running the step again. Keeps a log, and can fail at the k-th capture.
+
+    Args:
+        pace: steps that a loop makes between two looks of the host; None: there are no loops here.
+    """
+
+    def __init__(self, fail_at: int | None = None, pieces: int = 1, pace: int | None = None) -> None:
+        self.pieces, self.pace, self.loops = pieces, pace, list[FakeLoop]()
         self.log: list[str] = []
         self.captures = 0
         self.fail_at = fail_at
@@ -48,6 +90,12 @@ class FakeBackend:
         self.captures += 1
         self.log.append("capture")
         return FakeRecording(step)
+
+    def loop(self, recording: FakeRecording, state: DecodeState, tape: Tape) -> FakeLoop:
+        if self.pace is None:
+            raise GraphError("no loops here")
+        self.loops.append(FakeLoop(recording.replay, state, tape, self.pace))
+        return self.loops[-1]
 
     def free_bytes(self) -> int:
         return 5 * 2**20

@@ -132,7 +132,7 @@ def test_decode_can_sample_and_leave_the_peers_out(capsys: pytest.CaptureFixture
         (["decode", "--shape", "llama-9"], ("llama-9", "llama-3.2-1b")),
         (["decode", "--shape", "tiny", "--model", "x"], ("--shape", "--model")),
         (["decode"], ("--shape", "--model")),
-        ([], ("decode|prefill|serve|traffic|pool|retarget|pieces|picture",)),
+        ([], ("decode|prefill|serve|traffic|launches|pool|retarget|pieces|picture",)),
         (["decode", "--model", "/no/such/folder"], ("/no/such/folder",)),
         ([*SMALL, "--batch", "1,0"], ("--batch", "'0'")),
         ([*SMALL, "--steps", "7"], ("--steps", "7")),
@@ -154,7 +154,7 @@ def test_bad_input_gets_one_line(
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("bench", ["serve", "pool", "retarget", "pieces"])
+@pytest.mark.parametrize("bench", ["serve", "launches", "pool", "retarget", "pieces"])
 def test_what_measures_graphs_says_that_it_needs_a_gpu(
     bench: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ def test_missing_extras_are_named(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "pip install transformers" in fails(capsys, *SMALL, "--peers", "eager")
 
 
-@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["pool"], ["retarget"], ["pieces"]])
+@pytest.mark.parametrize("bench", [[], ["decode"], ["serve"], ["launches"], ["pool"], ["retarget"], ["pieces"]])
 def test_help_names_every_option_and_its_default(bench: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*bench, "--help"]) == 0
     out = capsys.readouterr().out

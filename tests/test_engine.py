@@ -10,6 +10,7 @@ from small import CONFIG, FakeBackend, parts
 from minillm.engine import Engine
 from minillm.errors import EngineError, MinillmError
 from minillm.graphs import GraphRunner
+from minillm.looping import LoopEngine, Loops
 from minillm.request import Request
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import DecodeState
@@ -19,16 +20,27 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def engine_of(
-    rows: int = 4, max_seq_len: int = 64, graphs: bool = False, chunk: int = 16, reuse: bool = True
+    rows: int = 4,
+    max_seq_len: int = 64,
+    graphs: bool = False,
+    chunk: int = 16,
+    reuse: bool = True,
+    steps: int | str = 1,
+    pace: int = 2,
 ) -> Engine:
+    """Args: steps: of a recording, or "until_done", with loops of which the host sees `pace` steps at each look."""
     model, cache, state = parts(rows, max_seq_len)
 
     def step(part: DecodeState, kv_len: int, mode: Mode) -> None:
         decode_step(model, cache, part, kv_len, mode)
 
-    runner = GraphRunner(step, state, cache, FakeBackend() if graphs else None)
+    backend = FakeBackend(pace=pace) if graphs else None
+    runner = GraphRunner(step, state, cache, backend, steps=1 if steps == "until_done" else int(steps))
     runner.capture()
-    return Engine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse)
+    if steps != "until_done":
+        return Engine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse)
+    loops = Loops(runner, cache)
+    return LoopEngine(model, cache, state, runner, prefill_chunk=chunk, prefix_reuse=reuse, loops=loops)
 
 
 def request(prompt: list[int], params: SamplingParams = GREEDY, new: int = 10, stops: list[int] | None = None, **kw):

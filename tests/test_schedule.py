@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,7 @@ from small import parts
 from test_engine import engine_of, prompt_of, request, run
 
 from minillm.errors import EngineError
+from minillm.looping import LoopEngine
 from minillm.request import Request
 
 ROWS, CHUNK, CONTEXT = 3, 8, 120
@@ -26,9 +28,11 @@ def alone(prompt: tuple[int, ...], new: int) -> list[int]:
 class Schedule(RuleBasedStateMachine):
     """Drives an engine, beside a list of what was asked for."""
 
+    many: ClassVar[dict[str, Any]] = {}  # how it makes several steps in one launch
+
     def __init__(self) -> None:
         super().__init__()
-        self.engine = engine_of(ROWS, CONTEXT, chunk=CHUNK)
+        self.engine = engine_of(ROWS, CONTEXT, chunk=CHUNK, **self.many)
         self.asked: list[Request] = []
         self.ended: list[Request] = []  # each as often as it was told its end
         self.started: list[Request] = []
@@ -37,9 +41,11 @@ class Schedule(RuleBasedStateMachine):
         self._spy()
 
     def _spy(self) -> None:
-        engine, prefill, step = self.engine, self.engine.model.prefill, self.engine.runner.step
+        engine, prefill = self.engine, self.engine.model.prefill
+        step = engine.loops.launch if isinstance(engine, LoopEngine) else engine.runner.step
 
         def reading(ids: torch.Tensor, row: int, *rest: object, **more: object) -> torch.Tensor:
+            assert not (isinstance(engine, LoopEngine) and engine.loops.running)  # it would wait behind the loop
             r = engine.rows[row]
             assert r is not None
             if r not in self.started:
@@ -49,14 +55,18 @@ class Schedule(RuleBasedStateMachine):
                 assert self.read <= CHUNK
             return prefill(ids, row, *rest, **more)  # type: ignore[arg-type]
 
-        def stepping(*args: object) -> None:
+        def stepping(*args: object, **more: object) -> None:
             self.read = 0
             if self.failing is not None:
                 failing, self.failing = self.failing, None
                 raise failing
-            step(*args)  # type: ignore[arg-type]
+            step(*args, **more)  # type: ignore[arg-type]
 
-        engine.model.prefill, engine.runner.step = reading, stepping  # type: ignore[method-assign, assignment]
+        engine.model.prefill = reading  # type: ignore[method-assign, assignment]
+        if isinstance(engine, LoopEngine):
+            engine.loops.launch = stepping  # type: ignore[method-assign]
+        else:
+            engine.runner.step = stepping  # type: ignore[method-assign]
 
     def _ask(self, make: Callable[[Callable[[], None]], Request]) -> None:
         r = make(lambda: self.ended.append(r))
@@ -164,13 +174,24 @@ class Schedule(RuleBasedStateMachine):
         assert not self.engine.state.active.any()
 
 
-Schedule.TestCase.settings = settings(
-    max_examples=int(os.environ.get("MINILLM_EXAMPLES", "25")),
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+class ScheduleOfThreeSteps(Schedule):
+    many: ClassVar[dict[str, Any]] = dict(graphs=True, steps=3)
+
+
+class ScheduleOfLoops(Schedule):
+    many: ClassVar[dict[str, Any]] = dict(graphs=True, steps="until_done", pace=2)
+
+
+for machine in (Schedule, ScheduleOfThreeSteps, ScheduleOfLoops):
+    machine.TestCase.settings = settings(
+        max_examples=int(os.environ.get("MINILLM_EXAMPLES", "25")),
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 TestSchedule = Schedule.TestCase
+TestScheduleOfThreeSteps = ScheduleOfThreeSteps.TestCase
+TestScheduleOfLoops = ScheduleOfLoops.TestCase
 
 
 def test_a_long_prompt_holds_nobody_up_for_longer_than_a_chunk() -> None:

@@ -54,6 +54,12 @@ def span(text: str) -> tuple[int, int]:
     return shortest, longest
 
 
+def launch_sizes(text: str) -> list[int | str]:
+    """Numbers of steps of at least 1, or until_done, as in 1,4,until_done; each once."""
+    parts = (part.strip() for part in text.split(","))
+    return list(dict.fromkeys(part if part == "until_done" else positive(part) for part in parts))
+
+
 def some_of(*names: str) -> Callable[[str], list[str]]:
     """A list of some of the names, each once, as in a,b."""
 
@@ -68,13 +74,14 @@ def some_of(*names: str) -> Callable[[str], list[str]]:
 
 def build_parser() -> Parser:
     parser = Parser("minillm.bench", "Measure decode steps, prefills, serving, traffic, or graphs.")
-    names = "decode|prefill|serve|traffic|pool|retarget|pieces|picture"
+    names = "decode|prefill|serve|traffic|launches|pool|retarget|pieces|picture"
     benches = parser.add_subparsers(dest="bench", required=True, metavar=names, prog="minillm.bench")
     about = {
         "decode": "the time of one decode step, its share of the memory bandwidth, and transformers beside it",
         "prefill": "the time to read a prompt, its share of the arithmetic ceiling, and transformers beside it",
         "serve": "latency and requests/s of batches of mixed sizes: eager, graphs, graphs with one memory pool",
         "traffic": "requests that come and go: requests/s, latency, time to first token, and what the engine costs",
+        "launches": "many tokens in one launch: a recording of several steps, and a loop on the device",
         "pool": "memory of the graphs: one pool largest first, smallest first, a pool for each graph",
         "retarget": "the time to point all graphs at another KV cache or other weights, beside capturing them anew",
         "pieces": "the time of one decode step captured as one graph, or as several",
@@ -84,7 +91,7 @@ def build_parser() -> Parser:
         _add_common(bench)
         add_options = {
             "decode": _add_decode, "prefill": _add_prefill, "serve": _add_serve, "traffic": _add_traffic,
-            "pool": _add_pool, "retarget": _add_retarget, "pieces": _add_pieces,
+            "launches": _add_launches, "pool": _add_pool, "retarget": _add_retarget, "pieces": _add_pieces,
         }[name]  # fmt: skip
         add_options(bench)
     _add_picture(benches)
@@ -196,6 +203,22 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_launches(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--steps-per-graph",
+        type=launch_sizes,
+        default=[1, 4, 16, "until_done"],
+        metavar="LIST",
+        help="steps of a launch, numbers or until_done (default: 1,4,16,until_done)",
+    )
+    add("--prompt", type=positive, default=16, metavar="N", help="tokens of the prompt (default: %(default)s)")
+    add("--tokens", type=positive, default=200, metavar="N", help="tokens of an answer (default: %(default)s)")
+    add("--cache", type=positive, default=512, metavar="N", help="tokens of the cache (default: %(default)s)")
+    add("--rounds", type=positive, default=20, metavar="N", help="answers of each, in turns (default: %(default)s)")
+    _add_temperature(parser)
+
+
 def _add_pool(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser)
     parser.add_argument("--layout", help=argparse.SUPPRESS)  # measure this one alone, in this process
@@ -249,7 +272,7 @@ def bench(arguments: Sequence[str]) -> int:
 
     check_outputs(options.json, options.plot)
     on_gpu = torch.cuda.is_available() and options.device.startswith(("auto", "cuda"))
-    if options.bench in ("serve", "pool", "retarget", "pieces") and not on_gpu:
+    if options.bench in ("serve", "launches", "pool", "retarget", "pieces") and not on_gpu:
         raise ConfigError(f"{options.bench} measures CUDA graphs and needs a GPU: run it on one, or run decode")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -285,6 +308,10 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report |
         from .traffic import traffic
 
         return traffic(options, arguments)
+    if options.bench == "launches":
+        from .launches import launches
+
+        return launches(options, arguments)
     if options.bench == "retarget":
         from .retarget import retarget
 
