@@ -25,14 +25,14 @@ UNTIL_DONE = "until_done"
 class Options:
     """The options of an LLM that say how requests run; `llm.py` describes them. Raises: ConfigError."""
 
-    max_batch_size: int
-    graphs: str
-    max_waiting: int
-    prefill_chunk: int | None
-    prefix_reuse: bool
-    prefill_graphs: Sequence[int] | None
-    steps_per_graph: int | str
-    graph_pieces: int
+    max_batch_size: int = 8
+    graphs: str = "auto"
+    max_waiting: int = 1024
+    prefill_chunk: int | None = None
+    prefix_reuse: bool = True
+    prefill_graphs: Sequence[int] | None = None
+    steps_per_graph: int | str = 1
+    graph_pieces: int = 1
 
     @property
     def steps(self) -> int:

@@ -17,8 +17,8 @@ Nothing here is safe for threads: one thread at a time may use an engine. `servi
 import logging
 import struct
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from .cache import KVCache
 from .decoding import Decoding
@@ -118,7 +118,16 @@ class Engine:
 
     def on_stream(self) -> AbstractContextManager[object]:
         """The stream of all steps. A thread that owns the engine enters it once, which spares every step to."""
-        return nullcontext() if self._entered else _Entered(self)
+        return nullcontext() if self._entered else self._enter()
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
+        with self.runner.on_stream():
+            self._entered = True
+            try:
+                yield
+            finally:
+                self._entered = False
 
     def shut_down(self, error: Exception) -> None:
         """End every open request with the error, and let go of the graphs before the memory that they point at."""
@@ -310,18 +319,3 @@ class Engine:
                 self._wipe(row, 0, request.written_tokens + 1)  # a step may have failed before it was counted
         for request in ended:
             self._end(request, error=lost(error))
-
-
-class _Entered:
-    """The engine's stream, entered."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._stream = engine, engine.runner.on_stream()
-
-    def __enter__(self) -> None:
-        self._stream.__enter__()
-        self._engine._entered = True
-
-    def __exit__(self, *exc: object) -> None:
-        self._engine._entered = False
-        self._stream.__exit__(None, None, None)

@@ -19,15 +19,15 @@ smaller ones find its memory and add none.
 import time
 import warnings
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .cache import KVCache
 from .capture import Backend, Loop, Recording, failure, no_garbage_collection
 from .errors import ConfigError, GraphError
+from .graph_report import GraphReport
 from .readback import Tape
 from .retarget import Editor, Move, check_moves
 from .sampling import Mode
@@ -52,35 +52,6 @@ def kv_buckets(max_seq_len: int) -> list[int]:
     while lengths[-1] < max_seq_len:
         lengths.append(2 * lengths[-1])
     return [*lengths[:-1], max_seq_len]
-
-
-@dataclass
-class GraphReport:
-    """What the runner did. Bytes are those of the pool, capture seconds those of warm-up and capture.
-
-    A replay is one launch: of a step, of several, or of a loop.
-
-    Attributes:
-        pieces: CUDA graphs in each of the `graphs` recordings.
-        retargets, retarget_seconds: how often they were pointed at other tensors, and for how long in all.
-    """
-
-    enabled: bool
-    batch_sizes: list[int] = field(default_factory=list)
-    kv_lengths: list[int] = field(default_factory=list)
-    graphs: int = 0
-    pieces: int = 1
-    capture_seconds: float = 0.0
-    pool_bytes: int = 0
-    retargets: int = 0
-    retarget_seconds: float = 0.0
-    replays: int = 0
-    padded_rows: int = 0
-    eager_steps: int = 0
-    eager_reasons: Counter[str] = field(default_factory=Counter)
-    prefill_lengths: list[int] = field(default_factory=list)
-    prefill_replays: int = 0
-    eager_prefills: int = 0
 
 
 class GraphRunner:

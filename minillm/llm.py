@@ -17,7 +17,8 @@ from .answer import Chunk, Completion
 from .assembly import Options, build_engine
 from .config import ModelConfig
 from .errors import RequestError
-from .graphs import GraphReport, check_graphs
+from .graph_report import GraphReport
+from .graphs import check_graphs
 from .handle import Handle
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
@@ -91,28 +92,10 @@ class LLM:
         self._start(load_model(path, config, plan, progress), plan.max_seq_len, options, progress)
 
     @classmethod
-    def from_model(
-        cls,
-        model: Llama,
-        tokenizer: Tokenizer,
-        max_batch_size: int,
-        max_seq_len: int,
-        graphs: str = "auto",
-        *,
-        max_waiting: int = 1024,
-        prefill_chunk: int | None = None,
-        prefix_reuse: bool = True,
-        prefill_graphs: Sequence[int] | None = None,
-        steps_per_graph: int | str = 1,
-        graph_pieces: int = 1,
-    ) -> "LLM":
+    def from_model(cls, model: Llama, tokenizer: Tokenizer, max_seq_len: int, options: Options) -> "LLM":
         """An LLM of a model that is in memory already (a benchmark's random weights), and this LLM's from here on."""
         llm = cls.__new__(cls)
         llm.tokenizer = tokenizer
-        options = Options(
-            max_batch_size, graphs, max_waiting, prefill_chunk, prefix_reuse, prefill_graphs, steps_per_graph,
-            graph_pieces,
-        )  # fmt: skip
         llm._start(model, max_seq_len, options, progress=False)
         return llm
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .cache import KVCache
 from .capture import Backend, Recording, failure, no_garbage_collection
 from .errors import GraphError
-from .graphs import GraphReport
+from .graph_report import GraphReport
 from .model import Llama
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)

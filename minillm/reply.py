@@ -14,7 +14,7 @@ from .errors import MemoryLimitError
 
 if TYPE_CHECKING:
     from .answer import Stats
-    from .graphs import GraphReport
+    from .graph_report import GraphReport
     from .llm import LLM
     from .sampling import SamplingParams
 

@@ -12,7 +12,8 @@ from small import CPU, FakeBackend, parts
 from minillm.assembly import Options, build_engine
 from minillm.cache import KVCache
 from minillm.errors import ConfigError, GraphError
-from minillm.graphs import GraphReport, make_runner
+from minillm.graph_report import GraphReport
+from minillm.graphs import make_runner
 from minillm.llm import LLM
 from minillm.prefill_graphs import LENGTHS, PrefillRunner
 from minillm.state import DecodeState

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..capture import CudaBackend
 from ..errors import MinillmError
-from ..graphs import GraphReport
+from ..graph_report import GraphReport
 from ..model import Llama
 from ..prefill_graphs import LENGTHS, PrefillRunner
 from ..sampling import SamplingParams

@@ -28,6 +28,7 @@ from typing import cast
 
 import torch
 
+from ..assembly import Options
 from ..bandwidth import measure_read_bandwidth
 from ..errors import ConfigError
 from ..graphs import check_graphs
@@ -129,7 +130,7 @@ def open_llm(subject: Subject, rows: int, seq_len: int, ops: str, mode: str, req
     model = Llama(subject.config, subject.weights, seq_len, kernels)
     # it needs of a tokenizer what NoText has
     tokenizer = cast(Tokenizer, NoText())
-    llm = LLM.from_model(model, tokenizer, rows, seq_len, GRAPHS[mode], max_waiting=requests)
+    llm = LLM.from_model(model, tokenizer, seq_len, Options(rows, GRAPHS[mode], max_waiting=requests))
     try:
         llm.generate(prompts(llm, rows, 8), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
         yield llm

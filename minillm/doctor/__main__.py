@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.__main__ import positive
+from ..bench.arguments import positive
 from ..bench.report import check_file, write_file
 from ..bench.shapes import SHAPES
 from ..command import Parser, leave, run, write

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small import parts
 
+from minillm.assembly import Options
 from minillm.cache import KVCache
 from minillm.capture import CudaBackend
 from minillm.config import ModelConfig
@@ -303,7 +304,7 @@ def llm_of(
     graphs: str = "on", rows: int = 4, max_seq_len: int = 600, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> LLM:
     model, _, _ = parts(1, max_seq_len, CUDA, dtype, CONFIG)
-    return LLM.from_model(model, Numbers(), rows, max_seq_len, graphs, **options)  # type: ignore[arg-type]
+    return LLM.from_model(model, Numbers(), max_seq_len, Options(rows, graphs, **options))  # type: ignore[arg-type]
 
 
 PROMPTS = ["5 6 7", "8 9", "1 2 3 4 5 6 7 8 9 10", "17", "900 3 4", "44 5"]
@@ -393,7 +394,7 @@ def test_model_on_another_device_than_the_current_one() -> None:
         pytest.skip("needs two CUDA devices")
     other = torch.device("cuda", 1)
     model, _, _ = parts(1, 300, other, torch.bfloat16, CONFIG)
-    with LLM.from_model(model, Numbers(), 2, 300, "on") as llm:  # type: ignore[arg-type]
+    with LLM.from_model(model, Numbers(), 300, Options(2, "on")) as llm:  # type: ignore[arg-type]
         assert torch.cuda.current_device() == 0
         assert len(llm.generate(PROMPTS[0], SamplingParams(max_tokens=5)).token_ids) == 5
 

@@ -7,7 +7,7 @@ from test_prompt_gpu import SHAPES, config, error
 
 from minillm.cache import KVCache
 from minillm.capture import CudaBackend
-from minillm.graphs import GraphReport
+from minillm.graph_report import GraphReport
 from minillm.kernels.fused import FusedOps
 from minillm.kernels.fused_prompt import FusedPrompt
 from minillm.model import Llama
