@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from minillm.cache import KVCache
+from minillm.config import ModelConfig
 from minillm.kernels import fused_prompt
 from minillm.kernels.fused import FusedOps
 from minillm.kernels.fused_prompt import FusedPrompt
 from minillm.model import Llama
-from minillm.weights import allocate, randomise
+from minillm.weights import Weights, allocate, randomise
 
 CPU, EPS, LENGTH = torch.device("cpu"), 1e-5, 90
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -144,15 +145,20 @@ def test_the_tokens_of_a_prompt_do_not_see_each_other_before_attention() -> None
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_prefills_with_them(family: str) -> None:
-    """Whole and in chunks: the logits and the cache of the plain operations in float32, up to float16."""
+def model_and_prompt(family: str) -> tuple[ModelConfig, Weights, Tensor]:
+    """Random weights in float16, and 40 token ids."""
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
     cfg = cases.config(**sizes, num_key_value_heads=2, **FAMILIES[family])
     weights = allocate(cfg, CPU, FP16)
     torch.manual_seed(0)
     randomise(weights, 0.15)
-    ids = torch.randint(0, cfg.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    return cfg, weights, torch.randint(0, cfg.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_prefills_with_them(family: str) -> None:
+    """Whole and in chunks: the logits and the cache of the plain operations in float32, up to float16."""
+    cfg, weights, ids = model_and_prompt(family)
     cache = KVCache(cfg, 2, LENGTH, CPU, FP16)
     mine = Llama(cfg, weights, LENGTH, FusedOps(cfg, 2, LENGTH, CPU))
     whole = mine.prefill(ids, 1, 0, cache, all_logits=True)
@@ -201,12 +207,7 @@ def test_placed_attention(heads: int, kv_heads: int, head_dim: int, size: int, c
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_prefill(family: str) -> None:
     """At two places, between NaN: the logits and the cache of the plain operations in float32, up to float16."""
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
-    cfg = cases.config(**sizes, num_key_value_heads=2, **FAMILIES[family])
-    weights = allocate(cfg, CPU, FP16)
-    torch.manual_seed(0)
-    randomise(weights, 0.15)
-    ids = torch.randint(0, cfg.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    cfg, weights, ids = model_and_prompt(family)
     cache = KVCache(cfg, 2, LENGTH, CPU, FP16)
     cache.kv.fill_(math.nan)
     mine, got = Llama(cfg, weights, LENGTH, FusedOps(cfg, 2, LENGTH, CPU)), []
