@@ -124,7 +124,7 @@ class GraphRunner:
                     progress(index + 1, len(keys))
         self.report.enabled, self.report.graphs, self.report.pieces = True, len(keys), self._backend.pieces
         self.report.batch_sizes, self.report.kv_lengths = self._batch_sizes, self._kv_lengths
-        self.report.capture_seconds = time.perf_counter() - started
+        self.report.capture_seconds += time.perf_counter() - started
 
     def _record(self, backend: Backend, key: Key) -> Recording:
         def step() -> None:

@@ -6,6 +6,7 @@ recording reads besides weights and cache is one tensor: row, position, number o
 copy to the device and one launch read a chunk, into any row, at any position.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,6 +54,7 @@ class PrefillRunner:
         backend, self._report = self._backend, report
         if backend is None:
             return
+        started = time.perf_counter()
         with no_garbage_collection():
             for index, length in enumerate(reversed(self._lengths)):
                 try:
@@ -64,6 +66,7 @@ class PrefillRunner:
                 if progress is not None:
                     progress(index + 1, len(self._lengths))
         self._report.prefill_lengths = self._lengths
+        self._report.capture_seconds += time.perf_counter() - started
 
     def _record(self, backend: Backend, length: int) -> Recording:
         token_ids, place = self._inputs[PLACE : PLACE + length], self._inputs[:PLACE]

@@ -91,6 +91,7 @@ def test_what_runs_how_is_counted() -> None:
     runner.read(tokens(17), 0, 0)
     assert runner.read(tokens(10), 0, 0, all_logits=True).shape == (10, 97)
     assert (report.prefill_lengths, report.prefill_replays, report.eager_prefills) == ([16], 1, 3)
+    assert 0 < report.capture_seconds < 60
 
 
 def step_of_nothing(state: DecodeState, kv_len: int, mode: object) -> None: ...
