@@ -247,7 +247,7 @@ def test_a_stop_string_that_would_end_the_thread_ends_its_request_alone(llm: LLM
         def __len__(self) -> int:
             raise SystemExit(3)
 
-    params = SamplingParams(max_tokens=50, stop=["never"])
+    params = SamplingParams(max_tokens=50, stop=["never"], seed=1, ignore_eos=True)
     object.__setattr__(params, "stop", (Odd("never"),))
     other, handle = llm.submit("the king", LONG), llm.submit("the king", params)
     with pytest.raises(MinillmError, match="own code ended with SystemExit: 3"):
