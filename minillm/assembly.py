@@ -8,7 +8,7 @@ from tqdm import tqdm
 from .cache import KVCache
 from .capture import CudaBackend
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, GraphError
 from .graphs import GraphRunner, make_runner
 from .looping import LoopEngine, make_loops
 from .model import Llama
@@ -51,10 +51,17 @@ class Options:
                 f"graph_pieces={self.graph_pieces} cuts a step in several launches, and steps_per_graph="
                 f"{self.steps_per_graph!r} makes several steps in one: give one of the two"
             )
-        for size in self.prefill_graphs or ():
-            _check_count("a size in prefill_graphs", size)
+        if self.prefill_graphs is not None:
+            _check_lengths(self.prefill_graphs)
         if not isinstance(self.prefix_reuse, bool):  # a text from a config file, "no", would switch it on
             raise ConfigError(f"prefix_reuse must be True or False, not {self.prefix_reuse!r}")
+
+
+def _check_lengths(lengths: object) -> None:
+    if not isinstance(lengths, (list, tuple)):  # a text is a sequence too, and a generator can be read once only
+        raise ConfigError(f"prefill_graphs must be a list or tuple of lengths, not {lengths!r}")
+    for length in lengths:
+        _check_count("a length in prefill_graphs", length)
 
 
 def _check_count(name: str, value: object, otherwise: str = "") -> None:
@@ -63,15 +70,22 @@ def _check_count(name: str, value: object, otherwise: str = "") -> None:
 
 
 def build_engine(model: Llama, max_seq_len: int, options: Options, progress: bool) -> Engine:
-    """Allocate cache and state, and capture. Raises: ConfigError for more graph_pieces than layers, GraphError."""
+    """Allocate cache and state, and capture. Raises: GraphError; ConfigError for more pieces or steps than can be."""
     cuts = Cuts(model.config.num_hidden_layers, options.graph_pieces)
+    if options.steps > max_seq_len:
+        raise ConfigError(f"steps_per_graph={options.steps} is more than the {max_seq_len} tokens of a row: give fewer")
     device, dtype = model.weights.embed.device, model.weights.embed.dtype
     cache = KVCache(model.config, options.max_batch_size, max_seq_len, device, dtype)
     state = DecodeState.allocate(options.max_batch_size, model.config.vocab_size, device)
     prefills, runner = _capture(model, cache, state, cuts, options, progress)
     # a chunk holds the others up: on a GPU for some milliseconds, on a CPU for a few of its slower steps
     chunk = options.prefill_chunk or (512 if device.type == "cuda" else 64)
-    loops = make_loops(runner, cache, options.graphs) if options.steps_per_graph == UNTIL_DONE else None
+    try:
+        loops = make_loops(runner, cache, options.graphs) if options.steps_per_graph == UNTIL_DONE else None
+    except GraphError:
+        prefills.close()
+        runner.close()
+        raise
     if loops is None:
         return Engine(model, cache, state, runner, chunk, options.prefix_reuse, prefills)
     return LoopEngine(model, cache, state, runner, chunk, options.prefix_reuse, prefills, loops=loops)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
+from .errors import GraphError
 from .graph_nodes import CudaDriver
 from .pieces import Cuts, Pieces
 from .readback import Tape
@@ -145,14 +146,20 @@ class CudaBackend:
         from .while_node import Turn, WhileNode
 
         assert isinstance(recording, torch.cuda.CUDAGraph)
-        with self.on_stream():
-            self._turn = self._turn or Turn(self.device)
-            return WhileNode(self._turn, recording, state, tape)
+        try:
+            with self.on_stream():
+                self._turn = self._turn or Turn(self.device)
+                return WhileNode(self._turn, recording, state, tape)
+        except (AttributeError, TypeError, RuntimeError) as error:  # other bindings than those that were tried
+            raise GraphError(
+                f"steps_per_graph='until_done' is not possible with these cuda-bindings ({error}): give a number"
+            ) from error
 
     def close(self) -> None:
         self.stream.synchronize()
         if self._turn is not None:
-            self._turn.close()
+            with torch.cuda.device(self.device):  # whoever closes may be on another one
+                self._turn.close()
         self._turn = None
         torch._C._cuda_clearCublasWorkspaces()
 

@@ -160,11 +160,9 @@ class Engine:
 
     def _admit(self) -> bool:
         """Give the oldest request that waits a row. Returns whether there is one, and room for it."""
-        while self.waiting:
+        self._end_hopeless()
+        if self.waiting:
             request = self.waiting[0]
-            if len(request.prompt_token_ids) >= request.limit:  # no room for a single token
-                self._end(self.waiting.popleft(), "length")
-                continue
             free = [row for row, taken in enumerate(self.rows) if taken is None]
             if not free:
                 return False
@@ -179,6 +177,11 @@ class Engine:
             self.rows[row], self._reading = request, (row, request)
             return True
         return False
+
+    def _end_hopeless(self) -> None:
+        """End the oldest that wait, as long as there is no room for a single token."""
+        while self.waiting and len(self.waiting[0].prompt_token_ids) >= self.waiting[0].limit:
+            self._end(self.waiting.popleft(), "length")
 
     def _place(self, prompt: list[int], free: list[int]) -> tuple[int, int]:
         """The row for a prompt, and how many tokens of it are there. To bring them there is no more than an attempt."""

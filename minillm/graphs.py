@@ -83,7 +83,7 @@ class GraphRunner:
         self._kv_lengths = kv_lengths or kv_buckets(cache.max_seq_len)
         self._recordings: dict[Key, Recording] = {}
         self._editor: Editor | None = None  # of the recordings, once it is needed
-        self._looping = False  # whether there are copies of the recordings
+        self.looping = False  # whether there are copies of the recordings
         self.report = GraphReport(enabled=False)
 
     def _set_steps(self, steps: int) -> None:
@@ -185,7 +185,7 @@ class GraphRunner:
     def make_loop(self, key: Key, tape: Tape) -> Loop:
         """A recording as a loop on the device. Raises: GraphError."""
         assert self._backend is not None
-        self._looping = True
+        self.looping = True
         return self._backend.loop(self._recordings[key], self._state.narrow(0, key[0]), tape)
 
     def retarget(self, step: Step, cache: KVCache, moves: Sequence[Move] = ()) -> None:
@@ -201,7 +201,7 @@ class GraphRunner:
             moves: (old, new) of other tensors, such as weights, of equal shape and dtype.
         Raises: GraphError. Everything is as before then, unless it says that the graphs were dropped.
         """
-        if self._looping:
+        if self.looping:
             raise GraphError(
                 "the graphs of steps_per_graph='until_done' cannot be pointed at other tensors: give a number"
             )
@@ -266,24 +266,31 @@ def make_runner(
     """A runner that has captured what `graphs` ("auto", "on" or "off") asks for.
 
     Without a backend there is nothing to capture on: "auto" runs eagerly, "on" raises. If a capture fails, "auto" warns
-    once and runs eagerly, "on" raises `GraphError`.
+    and runs that part eagerly, "on" raises `GraphError`.
 
     Args:
-        prefills: captured too, before the steps, which are smaller; and runs eagerly too if a capture fails.
+        prefills: captured too, before the steps, which are smaller.
     """
     check_graphs(graphs, has_gpu=backend is not None)
     reason = "graphs are off" if graphs == "off" else "no CUDA device"
     runner = GraphRunner(step, state, cache, backend, reason, kv_lengths, 1 if graphs == "off" else steps)
+    if prefills is not None:
+        prefills.report = runner.report
     if graphs == "off":
         return runner
     try:
         if prefills is not None:
-            prefills.capture(runner.report, progress)
+            prefills.capture(progress)
+    except GraphError as error:
+        if graphs == "on":
+            raise
+        warnings.warn(f"reading prompts without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+    try:
         runner.capture(progress)
     except GraphError as error:
-        if prefills is not None:
-            prefills.close()
         if graphs == "on":
+            if prefills is not None:
+                prefills.close()
             raise
         warnings.warn(f"decoding without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
         runner._eager_reason = "capture failed"

@@ -112,9 +112,12 @@ class LLM:
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Have the thread answer a short prompt, so that a GPU loads its kernels now and not for the first request."""
+        """Have the thread read a prompt that is recorded and one that is not, so that a GPU loads its kernels now."""
+        torch.cuda.synchronize(self.device)  # the weights may have been made on another stream than the thread's
         try:
             self.generate([0] * min(WORTH - 1, self.max_seq_len), SamplingParams(max_tokens=1, temperature=0.0))
+            self.logits([0])
+            self._report.prefill_replays = self._report.eager_prefills = 0
         except BaseException:
             self.close()
             raise

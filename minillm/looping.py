@@ -86,6 +86,7 @@ class Loops:
         for loop in self._loops.values():
             loop.close()
         self._loops.clear()
+        self._runner.looping = False
 
 
 def make_loops(runner: GraphRunner, cache: KVCache, graphs: str) -> Loops | None:
@@ -99,7 +100,6 @@ def make_loops(runner: GraphRunner, cache: KVCache, graphs: str) -> Loops | None
         return Loops(runner, cache)
     except GraphError as error:
         if graphs == "on":
-            runner.close()
             raise
         warnings.warn(f"decoding step by step: {error}", RuntimeWarning, stacklevel=2)
         return None
@@ -144,6 +144,7 @@ class LoopEngine(Engine):
 
     def _follow(self) -> None:
         """Deliver what the loop has made since the last look, and see to its end."""
+        self._end_hopeless()  # who needs no row must not wait for one
         ended = self.loops.ended()  # before the tape is read, which is complete then
         if self._wanted:
             self.loops.halt()

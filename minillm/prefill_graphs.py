@@ -30,6 +30,8 @@ class PrefillRunner:
     Args:
         lengths: what chunks are padded to; what is longer than the cache is left out.
         backend: None runs everything eagerly.
+    Attributes:
+        report: where it is counted what ran how.
     """
 
     def __init__(
@@ -37,21 +39,20 @@ class PrefillRunner:
     ) -> None:
         self._model, self._cache, self._backend = model, cache, backend
         self._lengths = sorted({length for length in lengths if length <= cache.max_seq_len})
-        self._report = GraphReport(enabled=False)
+        self.report = GraphReport(enabled=False)
         self._recordings: dict[int, Recording] = {}
         device, longest = cache.kv.device, max(self._lengths, default=0)
         # with no real token in it, which is what a warm-up reads: it writes to a scratch slot only
         self._inputs = torch.zeros(PLACE + longest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(1, model.config.vocab_size, device=device)  # float32
 
-    def capture(self, report: GraphReport, progress: Callable[[int, int], None] | None = None) -> None:
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Record every length, the largest first. All or nothing: a failure raises `GraphError`.
 
         Args:
-            report: where is counted, from now on, what ran how.
             progress: called with (recorded so far, how many in all).
         """
-        backend, self._report = self._backend, report
+        backend = self._backend
         if backend is None:
             return
         started = time.perf_counter()
@@ -65,8 +66,8 @@ class PrefillRunner:
                     raise GraphError(failure(what, backend, error, "Lower prefill_graphs")) from error
                 if progress is not None:
                     progress(index + 1, len(self._lengths))
-        self._report.prefill_lengths = self._lengths
-        self._report.capture_seconds += time.perf_counter() - started
+        self.report.prefill_lengths = self._lengths
+        self.report.capture_seconds += time.perf_counter() - started
 
     def _record(self, backend: Backend, length: int) -> Recording:
         token_ids, place = self._inputs[PLACE : PLACE + length], self._inputs[:PLACE]
@@ -77,15 +78,15 @@ class PrefillRunner:
         backend.warm_up(step)
         before = backend.reserved_bytes()
         recording = backend.capture(step)
-        self._report.pool_bytes += backend.reserved_bytes() - before
+        self.report.pool_bytes += backend.reserved_bytes() - before
         return recording
 
     def beside(self, model: Llama, cache: KVCache) -> "PrefillRunner":
         """The same for another model and cache of these shapes, recorded if this one is. Raises: GraphError."""
         other = PrefillRunner(model, cache, self._lengths, self._backend)
-        other._report = self._report
+        other.report = self.report
         if self._recordings:
-            other.capture(self._report)
+            other.capture()
         return other
 
     def find(self, count: int) -> int | None:
@@ -104,9 +105,9 @@ class PrefillRunner:
         """
         length = None if all_logits else self.find(len(token_ids))
         if length is None:
-            self._report.eager_prefills += 1
+            self.report.eager_prefills += 1
             return self._model.prefill(self._to_device(token_ids), row, start, self._cache, all_logits)
-        self._report.prefill_replays += 1
+        self.report.prefill_replays += 1
         self._inputs[: PLACE + len(token_ids)].copy_(self._to_device([row, start, len(token_ids), *token_ids]))
         self._recordings[length].replay()
         return self._logits

@@ -60,10 +60,16 @@ class Target:
 def switch(engine: Engine, target: Target) -> None:
     """Have an engine without open requests work with another target, in the thread that owns the engine.
 
-    Raises: GraphError if requests are open, or if the graphs cannot be pointed there; the engine goes on as before.
+    Raises: GraphError if requests are open, if the target is of another engine, or if the graphs cannot be pointed
+        there; the engine goes on as before.
     """
     if engine.busy:
         raise GraphError(f"requests are open: {engine.open}; let them end, or cancel them, before a switch")
+    if target.model.rope is not engine.model.rope or target.model.fused is not engine.model.fused:
+        raise GraphError(
+            "the target is of another engine: the graphs go on using the rotary table and the scratch memory of this "
+            "one, so give a target that `beside` has made of its own"
+        )
     if engine.device.type == "cuda":
         # the target may have been made on another stream; and what is left behind may be freed when this returns
         torch.cuda.synchronize(engine.device)

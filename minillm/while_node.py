@@ -186,7 +186,9 @@ class WhileNode:
         """Enqueue the loop. The tape must be rewound, and no other loop under way that writes to it."""
         stream = torch.cuda.current_stream()
         self._made.zero_()
-        ok("cudaGraphLaunch", self._runtime.cudaGraphLaunch(self._exec, stream.cuda_stream))
+        (status,) = self._runtime.cudaGraphLaunch(self._exec, stream.cuda_stream)
+        if int(status) != 0:  # it was possible before, so this is a device that has failed
+            raise RuntimeError(f"cudaGraphLaunch failed with {status.name}")
         self._ended.record(stream)
 
     def ended(self) -> bool:

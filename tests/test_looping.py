@@ -3,6 +3,7 @@
 import sys
 import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from test_engine import engine_of, prompt_of, request, run, solo
 from test_graphs import step_of_nothing
 
 from minillm import LLM, SamplingParams, looping, while_node
-from minillm.assembly import Options
+from minillm.assembly import Options, build_engine
+from minillm.capture import CudaBackend
 from minillm.engine import Engine
 from minillm.errors import ConfigError, EngineError, GraphError, MinillmError
 from minillm.graphs import make_runner
@@ -240,8 +242,40 @@ def test_loops_that_cannot_be_made() -> None:
                     make_loops(runner, cache, graphs)
             else:
                 assert make_loops(runner, cache, graphs) is None
+                assert not runner.looping  # else a switch would be refused for good
         assert len(caught) == (graphs == "auto" and backend is not None)
         assert all("step by step: no loops here" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("no cudaGraphAddNode"), TypeError("7 arguments"), RuntimeError("old")]
+)
+def test_other_bindings_than_those_that_were_tried_are_no_reason_to_fail(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, graphs="auto" fell back after a GraphError only, and an LLM could not be made at all."""
+
+    def turn(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(while_node, "Turn", turn)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    backend = SimpleNamespace(on_stream=nullcontext, _turn=None, device=None)
+    with pytest.raises(GraphError, match=f"not possible with these cuda-bindings .*{error}"):
+        CudaBackend.loop(backend, SimpleNamespace(), None, None)  # type: ignore[arg-type]
+
+
+def test_a_request_without_room_for_a_token_does_not_wait_for_a_loop() -> None:
+    """Once it waited for a row, which it does not need, as long as others had them all."""
+    engine = looping_engine(rows=1, pace=1)
+    engine.submit(request(prompt_of(5, 1), new=40))
+    for _ in range(4):
+        engine.step()
+    hopeless = request(prompt_of(9, 2), new=0)
+    engine.submit(hopeless)
+    engine.step()
+    assert (hopeless.finish_reason, engine.loops.running) == ("length", True)
+    run(engine)
 
 
 def test_half_of_the_loops_are_given_back_when_the_next_cannot_be_made() -> None:
@@ -334,6 +368,11 @@ def test_nvrtc_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(GraphError, match=r"nvidia-cuda-nvrtc.*libnvrtc.so.13\"$"):
         while_node.Turn(torch.device("cpu"))
+
+
+def test_more_steps_than_a_row_has_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="steps_per_graph=65 is more than the 64 tokens"):
+        build_engine(parts(1, 64)[0], 64, Options(steps_per_graph=65), progress=False)
 
 
 def test_what_does_not_go_together_is_refused() -> None:

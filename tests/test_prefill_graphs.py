@@ -22,7 +22,7 @@ from minillm.state import DecodeState
 def runner_of(lengths: tuple[int, ...], backend: FakeBackend | None = None) -> tuple[PrefillRunner, Any, KVCache]:
     model, cache, _ = parts(3, 200)
     runner = PrefillRunner(model, cache, lengths, FakeBackend() if backend is None else backend)
-    runner.capture(GraphReport(enabled=False))
+    runner.capture()
     return runner, model, cache
 
 
@@ -76,7 +76,7 @@ def test_capturing_leaves_the_cache_alone() -> None:
     model, cache, _ = parts(3, 200)
     cache.kv.normal_()
     before = cache.kv.clone()
-    PrefillRunner(model, cache, (16, 64), FakeBackend()).capture(GraphReport(enabled=False))
+    PrefillRunner(model, cache, (16, 64), FakeBackend()).capture()
     assert torch.equal(cache.kv[..., :-1, :], before[..., :-1, :])
     assert cache.kv.isfinite().all()
     assert gc.isenabled()
@@ -84,8 +84,9 @@ def test_capturing_leaves_the_cache_alone() -> None:
 
 def test_what_runs_how_is_counted() -> None:
     model, cache, _ = parts(3, 200)
-    runner, report = PrefillRunner(model, cache, (16,), FakeBackend()), GraphReport(enabled=False)
-    runner.capture(report)
+    runner = PrefillRunner(model, cache, (16,), FakeBackend())
+    runner.report = report = GraphReport(enabled=False)
+    runner.capture()
     runner.read(tokens(10), 0, 0)
     runner.read(tokens(3), 0, 0)  # 16 is more than twice 3
     runner.read(tokens(17), 0, 0)
@@ -98,7 +99,7 @@ def step_of_nothing(state: DecodeState, kv_len: int, mode: object) -> None: ...
 
 
 def test_a_failed_capture_is_one_error_or_one_warning() -> None:
-    """And then everything runs eagerly, decode steps too."""
+    """And then that part runs eagerly, and the other does not: once, decoding lost its graphs with the prefills."""
     model, cache, state = parts(3, 200)
     runner = PrefillRunner(model, cache, (16, 64), FakeBackend(fail_at=1))
     with pytest.raises(GraphError, match=r"the prefill of 16 tokens failed with 5 MiB free.*Lower prefill_graphs"):
@@ -109,30 +110,32 @@ def test_a_failed_capture_is_one_error_or_one_warning() -> None:
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            steps = make_runner(step_of_nothing, state, cache, "auto", backend, prefills=prefills)
+            steps = make_runner(step_of_nothing, state, cache, "auto", backend, prefills=prefills, steps=4)
         assert len(caught) == 1
-        assert not steps.report.enabled
-        assert prefills.find(16) is None
+        recorded = backend.fail_at is None  # the steps
+        assert steps.report.enabled == recorded
+        assert (prefills.find(16) is None) == recorded
+        assert steps.report.prefill_lengths == ([] if recorded else [16, 64])
+        assert steps.steps == (4 if recorded else 1)
         prefills.read(tokens(16), 0, 0)
         assert gc.isenabled()
-
-
-def options(**changes: Any) -> Options:
-    defaults = dict(
-        max_batch_size=3, graphs="auto", max_waiting=9, prefill_chunk=None, prefix_reuse=True, prefill_graphs=None,
-        steps_per_graph=1, graph_pieces=1,
-    )  # fmt: skip
-    return Options(**{**defaults, **changes})
 
 
 def test_without_a_gpu_prompts_are_read_eagerly() -> None:
     model, _, _ = parts(3, 200)
     for lengths in (None, (), LENGTHS):
-        engine = build_engine(model, 200, options(prefill_graphs=lengths), progress=False)
+        engine = build_engine(model, 200, Options(prefill_graphs=lengths), progress=False)
         assert engine.prefills.find(16) is None
 
 
-@pytest.mark.parametrize("lengths", [(0,), (64, -1), (True,), (64.0,), ("64",)])
+def test_eager_prefills_are_counted_with_graphs_off_too() -> None:
+    """Once, the report was handed over in the capture, which "off" does not get to."""
+    engine = build_engine(parts(3, 200)[0], 200, Options(graphs="off"), progress=False)
+    engine.prefills.read(tokens(16), 0, 0)
+    assert engine.runner.report.eager_prefills == 1
+
+
+@pytest.mark.parametrize("lengths", [(0,), (64, -1), (True,), (64.0,), ("64",), 64, "64", range(8)])
 def test_impossible_lengths_are_refused_before_anything_is_loaded(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="prefill_graphs"):
         LLM("/nowhere", device="cpu", prefill_graphs=lengths)

@@ -440,11 +440,19 @@ def test_a_switch_under_open_requests_or_to_other_shapes_is_refused() -> None:
     engine.cancel(engine.rows[0] or engine.waiting[0])
     while engine.busy:
         engine.step()
-    model, cache, _ = parts(2, 400)
+    _, cache, _ = parts(2, 400)
     with pytest.raises(GraphError, match=r"shape \[2, 2, 2, 2, 301, 8\], and .* \[2, 2, 2, 2, 401, 8\]"):
-        switch(engine, Target(model, cache, target.memory, target.prefills))
+        switch(engine, Target(engine.model, cache, target.memory, target.prefills))
     switch(engine, target.beside())
     assert engine.cache is not target.cache
+
+
+def test_a_target_of_another_engine_is_refused() -> None:
+    """Once it was taken, and the recordings went on using the rotary table of a model that nobody held any more."""
+    engine = engine_of()
+    with pytest.raises(GraphError, match="of another engine"):
+        switch(engine, Target.of(engine_of()))
+    assert answer(engine, PROMPT).token_ids == answer(engine_of(), PROMPT).token_ids
 
 
 def test_the_state_is_the_same_for_every_target() -> None:

@@ -35,7 +35,6 @@ from torch import Tensor
 from ..cache import KVCache
 from ..capture import CudaBackend
 from ..errors import MinillmError
-from ..graph_report import GraphReport
 from ..model import Llama
 from ..prefill_graphs import LENGTHS, PrefillRunner
 from ..sampling import SamplingParams
@@ -116,7 +115,7 @@ def padded(runtime: Runtime, prompt: int) -> list[Contestant]:
     runner = PrefillRunner(model, runtime.cache, LENGTHS, CudaBackend(device))
     if (length := runner.smallest(prompt)) is None:
         return []
-    runner.capture(GraphReport(enabled=False))
+    runner.capture()
     numbers = draw_prompt(model.config.vocab_size, prompt)
     return [Contestant(f"fused graph of {length}", prompt, lambda _: runner.read(numbers, 0, 0))]
 

@@ -54,7 +54,8 @@ class Pair:
         self.cache = KVCache(self.cfg, 3, SIZE, CUDA, dtype)
         self.backend, self.report = CudaBackend(CUDA), GraphReport(enabled=False)
         self.runner = PrefillRunner(self.model, self.cache, LENGTHS, self.backend)
-        self.runner.capture(self.report)
+        self.runner.report = self.report
+        self.runner.capture()
 
     def ids(self, count: int, seed: int) -> list[int]:
         return torch.randint(0, self.cfg.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
