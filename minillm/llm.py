@@ -23,6 +23,7 @@ from .handle import Handle
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
 from .model import Llama
+from .passing_thread import in_passing_thread
 from .pending import Pending
 from .prefix import WORTH
 from .prompts import Desk, Prompt, is_one, unpacked
@@ -89,7 +90,11 @@ class LLM:
         config = ModelConfig.from_dir(path)
         self.tokenizer = Tokenizer.from_dir(path, config.vocab_size)
         plan = make_plan(config, target, pick_dtype(dtype, config, target), max_batch_size, max_seq_len)
-        self._start(load_model(path, config, plan, progress), plan.max_seq_len, options, progress)
+
+        def load() -> None:
+            self._start(load_model(path, config, plan, progress), plan.max_seq_len, options, progress)
+
+        in_passing_thread(load) if target.type == "cpu" else load()
 
     @classmethod
     def from_model(cls, model: Llama, tokenizer: Tokenizer, max_seq_len: int, options: Options) -> "LLM":
