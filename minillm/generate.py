@@ -57,7 +57,7 @@ def build_parser() -> Parser:
         help="instead of streaming, write one JSON object at the end: model, text, token_ids, prompt_token_ids, "
         "finish_reason (null if Ctrl-C ended it), stats, sampling, device, dtype (default: off)",
     )
-    add_options(parser, max_tokens=256, default_model=f"{default_model()}; with --chat {default_model(chat=True)}")
+    add_options(parser, max_tokens=512, default_model=f"{default_model()}; with --chat {default_model(chat=True)}")
     return parser
 
 

@@ -82,12 +82,15 @@ class StatsLine:
     def _share(self, stats: Stats) -> str:
         from .bandwidth import measure_read_bandwidth
         from .cache import KVCache
+        from .passing_thread import in_passing_thread
 
         # every step reads the weights and the cache up to its position: on average, half of the answer
         positions = stats.prompt_tokens + stats.completion_tokens / 2
         needed = self._llm.bytes_per_step + positions * KVCache.bytes_per_token(self._llm.config, self._llm.dtype)
         try:
-            self._bandwidth = self._bandwidth or measure_read_bandwidth(self._llm.device)
+            # in a thread that ends, for the next answers' sake: see `passing_thread.py`
+            device = self._llm.device
+            self._bandwidth = self._bandwidth or in_passing_thread(lambda: measure_read_bandwidth(device))
         except MemoryLimitError as error:
             return f"memory bandwidth not measured ({error})"
         rate = needed * stats.tokens_per_second

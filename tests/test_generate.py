@@ -155,7 +155,7 @@ def test_every_sampling_option_arrives(tiny: Path, capsys: pytest.CaptureFixture
     )
     assert out["sampling"] == asdict(SamplingParams(**wanted)) | {"stop": ["QQ", "ZZ"], "stop_token_ids": []}
     defaults = json.loads(command(capsys, tiny, "hi", "--json"))
-    expected = asdict(SamplingParams(temperature=0.8)) | {"stop": [], "stop_token_ids": []}
+    expected = asdict(SamplingParams(max_tokens=512, temperature=0.8)) | {"stop": [], "stop_token_ids": []}
     seed = defaults["sampling"]["seed"]
     assert defaults["sampling"] == expected | {"seed": seed}
     again = json.loads(command(capsys, tiny, "hi", "--json", "--seed", str(seed)))  # the drawn seed is told

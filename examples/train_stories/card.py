@@ -57,7 +57,7 @@ With minillm in float32.
 | parameters | {figures["parameters"]:,} | {figures["teacher_parameters"]:,} |
 | nats per byte of held-out real stories, end token included | {figures["student_nats_per_byte"]:.4f} \
 | {figures["teacher_nats_per_byte"]:.4f} |
-| stories measured, of {figures["held_out_stories"]} held out | {figures["student_stories"]} \
+| stories measured in the time there was, of {figures["held_out_stories"]} held out | {figures["student_stories"]} \
 | {figures["teacher_stories"]} |
 
 The {len(samples)} samples below: {ended} ended by themselves; distinct-3 {figures["distinct_3"]:.3f}; the longest
@@ -75,7 +75,9 @@ their names or what they want. It has no filter; names and habits are those of i
 
 ## Samples, none chosen
 
-Temperature {figures["temperature"]}, everything else off; seeds counted up from 0.
+Prompt and answer, of at most {config["max_position_embeddings"] - 16} tokens (`--max-tokens`); \
+temperature {figures["temperature"]}, everything else
+off; seeds counted up from 0.
 
 {"".join(_sample(sample) for sample in samples)}"""
 
