@@ -16,6 +16,7 @@ import torch
 from .answer import Chunk, Completion
 from .assembly import Options, build_engine
 from .config import ModelConfig
+from .cpu_threads import in_passing_thread
 from .errors import RequestError
 from .graph_report import GraphReport
 from .graphs import check_graphs
@@ -23,7 +24,6 @@ from .handle import Handle
 from .hub import resolve_model
 from .loading import load_model, make_plan, pick_device, pick_dtype
 from .model import Llama
-from .passing_thread import in_passing_thread
 from .pending import Pending
 from .prefix import WORTH
 from .prompts import Desk, Prompt, is_one, unpacked

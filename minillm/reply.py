@@ -82,13 +82,13 @@ class StatsLine:
     def _share(self, stats: Stats) -> str:
         from .bandwidth import measure_read_bandwidth
         from .cache import KVCache
-        from .passing_thread import in_passing_thread
+        from .cpu_threads import in_passing_thread
 
         # every step reads the weights and the cache up to its position: on average, half of the answer
         positions = stats.prompt_tokens + stats.completion_tokens / 2
         needed = self._llm.bytes_per_step + positions * KVCache.bytes_per_token(self._llm.config, self._llm.dtype)
         try:
-            # in a thread that ends, for the next answers' sake: see `passing_thread.py`
+            # in a thread that ends, for the next answers' sake: see `cpu_threads.py`
             device = self._llm.device
             self._bandwidth = self._bandwidth or in_passing_thread(lambda: measure_read_bandwidth(device))
         except MemoryLimitError as error:

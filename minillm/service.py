@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .bell import Bells
+from .cpu_threads import use_few_threads
 from .engine import Engine
 from .errors import MinillmError, QueueFullError
 from .request import Request
@@ -158,6 +159,8 @@ class Service:
 
     def _run(self, engine: Engine) -> None:
         try:
+            if engine.device.type == "cpu":
+                use_few_threads(engine.model.weights.bytes_per_step)
             with engine.on_stream():
                 while self._take(engine):
                     with suppress(BaseException):  # the engine has told the requests; the thread goes on for the next
