@@ -192,7 +192,8 @@ class LLM:
             self._service.cancel(request)
         if request.error is not None:
             raise request.error
-        return torch.cat(request.scores or [])
+        parts = request.scores or []
+        return parts[0] if len(parts) == 1 else in_passing_thread(lambda: torch.cat(parts))  # see `cpu_threads.py`
 
     # ------------------------------------------------------------------ answers for asyncio
 
