@@ -12,6 +12,7 @@ import torch
 
 from .errors import GraphError
 from .graph_nodes import CudaDriver
+from .graph_report import GraphReport
 from .pieces import Cuts, Pieces
 from .readback import Tape
 from .retarget import Editor
@@ -54,6 +55,7 @@ class Backend(Protocol):
     def capture(self, step: Callable[[], None]) -> Recording: ...
 
     def loop(self, recording: Recording, state: DecodeState, tape: Tape) -> Loop: ...
+
     def editor(self, recordings: Sequence[Recording]) -> Editor: ...
 
     def free_bytes(self) -> int: ...
@@ -195,10 +197,20 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def failure(what: str, backend: Backend, error: Exception, remedy: str) -> str:
-    """One sentence of a capture that failed: what it was, what was free, and what to do."""
-    said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return (
-        f"capturing {what} failed with {backend.free_bytes() / 2**20:.0f} MiB free: {said}. "
-        f"{remedy}, free memory of other programs, or run with graphs='off'."
-    )
+def record(backend: Backend, step: Callable[[], None], report: GraphReport, what: str, remedy: str) -> Recording:
+    """Warm a step up and capture it. What the pool grows by is added to the report.
+
+    Raises: GraphError, one sentence: what it was, what was free, and what to do.
+    """
+    try:
+        backend.warm_up(step)
+        before = backend.reserved_bytes()
+        recording = backend.capture(step)
+        report.pool_bytes += backend.reserved_bytes() - before
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise GraphError(
+            f"capturing {what} failed with {backend.free_bytes() / 2**20:.0f} MiB free: {said}. "
+            f"{remedy}, free memory of other programs, or run with graphs='off'."
+        ) from error
+    return recording

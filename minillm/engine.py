@@ -300,9 +300,13 @@ class Engine:
         self._decoding = self._who_decodes()
         self._end(request, reason, error)
         if running:
-            self.state.retire(row)
+            self._retire(row)
         if running or error is not None or request.scores is not None:
             self._wipe(row, request.sound_tokens, request.written_tokens)
+
+    def _retire(self, row: int) -> None:
+        """Tell the device that a row is padding from here on."""
+        self.state.retire(row)
 
     def _wipe(self, row: int, start: int, end: int) -> None:
         """Zero what no logits were seen of. A NaN must not stay: masked attention reads it too, as 0 x NaN."""

@@ -22,10 +22,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .cache import KVCache
-from .capture import Backend, Loop, Recording, failure, no_garbage_collection
+from .capture import Backend, Loop, Recording, no_garbage_collection, record
 from .errors import ConfigError, GraphError
 from .graph_report import GraphReport
 from .readback import Tape
@@ -112,29 +113,19 @@ class GraphRunner:
         self._editor = None
         with self._undisturbed():
             for index, key in enumerate(keys):
+                what = f"the decode step of {key[0]} rows, {key[1]} KV positions, mode {key[2].name}"
+                remedy = "Lower max_batch_size or max_seq_len"
                 try:
-                    self._recordings[key] = self._record(self._backend, key)
-                except Exception as error:
+                    self._recordings[key] = record(self._backend, partial(self._run, *key), self.report, what, remedy)
+                except GraphError:
                     self._recordings.clear()
                     self._set_steps(1)
-                    what = f"the decode step of {key[0]} rows, {key[1]} KV positions, mode {key[2].name}"
-                    remedy = "Lower max_batch_size or max_seq_len"
-                    raise GraphError(failure(what, self._backend, error, remedy)) from error
+                    raise
                 if progress is not None:
                     progress(index + 1, len(keys))
         self.report.enabled, self.report.graphs, self.report.pieces = True, len(keys), self._backend.pieces
         self.report.batch_sizes, self.report.kv_lengths = self._batch_sizes, self._kv_lengths
         self.report.capture_seconds += time.perf_counter() - started
-
-    def _record(self, backend: Backend, key: Key) -> Recording:
-        def step() -> None:
-            self._run(*key)
-
-        backend.warm_up(step)
-        before = backend.reserved_bytes()
-        recording = backend.capture(step)
-        self.report.pool_bytes += backend.reserved_bytes() - before
-        return recording
 
     def _run(self, rows: int, kv_len: int, mode: Mode) -> None:
         """The steps of one recording."""

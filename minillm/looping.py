@@ -163,17 +163,9 @@ class LoopEngine(Engine):
                 request.enqueued = len(request.token_ids)
         self._in_loop, self._decoding = [], self._who_decodes()
 
-    def _release(
-        self,
-        row: int,
-        request: Request,
-        reason: str | None = None,
-        error: BaseException | None = None,
-        running: bool = False,
-    ) -> None:
-        if running:
-            self.loops.halt()  # what the device is told now waits behind the loop
-        super()._release(row, request, reason, error, running)
+    def _retire(self, row: int) -> None:
+        self.loops.halt()  # what the device is told now waits behind the loop
+        super()._retire(row)
 
     def _fail_all(self, error: BaseException) -> None:
         try:

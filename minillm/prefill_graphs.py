@@ -7,21 +7,28 @@ copy to the device and one launch read a chunk, into any row, at any position.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache
-from .capture import Backend, Recording, failure, no_garbage_collection
+from .capture import Backend, Recording, no_garbage_collection, record
 from .errors import GraphError
 from .graph_report import GraphReport
 from .model import Llama
+from .state import to_device
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 """What prompts are padded to, unless an LLM is told otherwise."""
 
 PLACE = 3  # numbers in front of the tokens: row, position of the first token, how many tokens are real
+
+
+def padded_length(count: int, lengths: Iterable[int]) -> int | None:
+    """The smallest of the lengths that holds `count` tokens, unless that is more than twice as many."""
+    return min((length for length in lengths if count <= length <= 2 * count), default=None)
 
 
 class PrefillRunner:
@@ -58,28 +65,21 @@ class PrefillRunner:
         started = time.perf_counter()
         with no_garbage_collection():
             for index, length in enumerate(reversed(self._lengths)):
+                step, what = partial(self._run, length), f"the prefill of {length} tokens"
                 try:
-                    self._recordings[length] = self._record(backend, length)
-                except Exception as error:
+                    self._recordings[length] = record(backend, step, self.report, what, "Lower prefill_graphs")
+                except GraphError:
                     self._recordings.clear()
-                    what = f"the prefill of {length} tokens"
-                    raise GraphError(failure(what, backend, error, "Lower prefill_graphs")) from error
+                    raise
                 if progress is not None:
                     progress(index + 1, len(self._lengths))
         self.report.prefill_lengths = self._lengths
         self.report.capture_seconds += time.perf_counter() - started
 
-    def _record(self, backend: Backend, length: int) -> Recording:
+    def _run(self, length: int) -> None:
+        """What is recorded of a length."""
         token_ids, place = self._inputs[PLACE : PLACE + length], self._inputs[:PLACE]
-
-        def step() -> None:
-            self._logits.copy_(self._model.prefill_padded(token_ids, place, self._cache))
-
-        backend.warm_up(step)
-        before = backend.reserved_bytes()
-        recording = backend.capture(step)
-        self.report.pool_bytes += backend.reserved_bytes() - before
-        return recording
+        self._logits.copy_(self._model.prefill_padded(token_ids, place, self._cache))
 
     def beside(self, model: Llama, cache: KVCache) -> "PrefillRunner":
         """The same for another model and cache of these shapes, recorded if this one is. Raises: GraphError."""
@@ -91,12 +91,7 @@ class PrefillRunner:
 
     def find(self, count: int) -> int | None:
         """The smallest recorded length that holds `count` tokens, unless that is more than twice as many."""
-        length = self.smallest(count)
-        return length if length in self._recordings else None
-
-    def smallest(self, count: int) -> int | None:
-        """`find` among all lengths, recorded or not."""
-        return next((length for length in self._lengths if count <= length <= 2 * count), None)
+        return padded_length(count, self._recordings)
 
     def read(self, token_ids: Sequence[int], row: int, start: int, all_logits: bool = False) -> Tensor:
         """See `Llama.prefill`; it runs on the current stream.
@@ -106,15 +101,13 @@ class PrefillRunner:
         length = None if all_logits else self.find(len(token_ids))
         if length is None:
             self.report.eager_prefills += 1
-            return self._model.prefill(self._to_device(token_ids), row, start, self._cache, all_logits)
+            ids = to_device(token_ids, self._inputs.device)
+            return self._model.prefill(ids, row, start, self._cache, all_logits)
         self.report.prefill_replays += 1
-        self._inputs[: PLACE + len(token_ids)].copy_(self._to_device([row, start, len(token_ids), *token_ids]))
+        staged = to_device([row, start, len(token_ids), *token_ids], self._inputs.device)
+        self._inputs[: len(staged)].copy_(staged)
         self._recordings[length].replay()
         return self._logits
-
-    def _to_device(self, numbers: Sequence[int]) -> Tensor:
-        tensor, device = torch.tensor(numbers, dtype=torch.int64), self._inputs.device
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
     def close(self) -> None:
         """Drop the recordings, before the memory that they point at."""

@@ -9,6 +9,7 @@ reads position 0 of its own row (always finite), and writes to the scratch slot.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -93,10 +94,7 @@ class DecodeState:
         numbers = [token_ids[-1], len(token_ids) - 1, limit, params.top_k, seed]
         floats = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
         packed = struct.unpack("=2q", struct.pack("=4f", *floats))
-        staged = torch.tensor([*map(_signed64, numbers), *packed, *stops, *token_ids], dtype=torch.int64)
-        if self.tokens.is_cuda:
-            staged = staged.pin_memory()  # PyTorch does not use this memory again before the copy has run
-        staged = staged.to(self.tokens.device, non_blocking=True)
+        staged = to_device([*map(_signed64, numbers), *packed, *stops, *token_ids], self.tokens.device)
         one, ints, rest = self.narrow(row, 1), len(numbers), len(numbers) + len(packed)
         whole = [one.tokens, one.positions, one.limits, one.top_k, one.seeds.view(-1).view(torch.int64)]
         torch._foreach_copy_(whole, list(staged[:ints].split(1)))
@@ -110,6 +108,15 @@ class DecodeState:
     def retire(self, row: int) -> None:
         """Make a row padding."""
         self.active[row].fill_(False)
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 numbers of the host, on the device; on an NVIDIA GPU without waiting for it."""
+    staged = torch.tensor(numbers, dtype=torch.int64)
+    if device.type != "cuda":
+        return staged.to(device)
+    # pinned memory, which PyTorch does not use again before the copy has run
+    return staged.pin_memory().to(device, non_blocking=True)
 
 
 def _signed64(value: int) -> int:

@@ -4,7 +4,6 @@ The programs use the plain PyTorch operations of the library and not its fused k
 seen by itself. Weights are random: the time of a step depends on how many bytes are read, not on their values.
 """
 
-import gc
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -14,6 +13,7 @@ import torch
 
 from minillm.bench.shapes import SHAPES
 from minillm.cache import KVCache
+from minillm.capture import no_garbage_collection
 from minillm.config import ModelConfig
 from minillm.model import Llama
 from minillm.sampling import SamplingParams
@@ -54,17 +54,11 @@ def start(parts: Parts, stops: Sequence[int] = ()) -> None:
 
 
 def capture(step: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Chapter 2 as a function: run the step once on the stream, then record it there. A graph that the garbage
-    collector finalises in mid-capture breaks the capture, so it waits meanwhile."""
+    """Chapter 2 as a function: run the step once on the stream, then record it there."""
     graph = torch.cuda.CUDAGraph()
     warm_up(step, stream)
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, stream=stream, pool=pool):
-            step()
-    finally:
-        gc.enable()
+    with no_garbage_collection(), torch.cuda.graph(graph, stream=stream, pool=pool):
+        step()
     return graph
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,40 +239,15 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> "Report | None":
-    if options.bench == "decode":
-        from .decode import decode
+    """Run the benchmark, a function of the module of its name. None: there is no table, what was found is written."""
+    if options.bench == "pool" and options.layout is not None:
+        from .pool import measure_layout
 
-        return decode(options, arguments)
-    if options.bench == "prefill":
-        from .prefill import prefill
-
-        return prefill(options, arguments)
-    if options.bench == "serve":
-        from .serve import serve
-
-        return serve(options, arguments)
-    if options.bench == "traffic":
-        from .traffic import traffic
-
-        return traffic(options, arguments)
-    if options.bench == "launches":
-        from .launches import launches
-
-        return launches(options, arguments)
-    if options.bench == "retarget":
-        from .retarget import retarget
-
-        return retarget(options, arguments)
-    if options.bench == "pieces":
-        from .pieces import pieces
-
-        return pieces(options, arguments)
-    from .pool import measure_layout, pool
-
-    if options.layout is None:
-        return pool(options, arguments)
-    write(json.dumps(measure_layout(options)) + "\n")
-    return None
+        write(json.dumps(measure_layout(options)) + "\n")
+        return None
+    measure = getattr(import_module(f".{options.bench}", __package__), options.bench)
+    report: Report = measure(options, arguments)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -109,7 +109,7 @@ def launches(options: Namespace, arguments: Sequence[str]) -> Report:
     contestants = list[Contestant]()
     try:
         for steps in options.steps_per_graph:
-            wanted = Options(1, "on", 1, None, False, (), steps, 1)
+            wanted = Options(1, "on", prefix_reuse=False, prefill_graphs=(), steps_per_graph=steps)
             contestants.append(Contestant(steps, build_engine(model, options.cache, wanted, progress=False)))
         compare(contestants, subject, options, params)
         report.rows = [make_row(c, subject, options, ceiling) for c in contestants]

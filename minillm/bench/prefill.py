@@ -36,7 +36,7 @@ from ..cache import KVCache
 from ..capture import CudaBackend
 from ..errors import MinillmError
 from ..model import Llama
-from ..prefill_graphs import LENGTHS, PrefillRunner
+from ..prefill_graphs import LENGTHS, PrefillRunner, padded_length
 from ..sampling import SamplingParams
 from .machine import describe
 from .peers import MODES, Transformers, chosen_peers
@@ -110,11 +110,10 @@ def prefill(options: Namespace, arguments: Sequence[str]) -> Report:
 def padded(runtime: Runtime, prompt: int) -> list[Contestant]:
     """The fused prefill as a graph, if `LLM` would have one for a prompt of that length."""
     model, device = runtime.models.get("fused"), runtime.cache.kv.device
-    if model is None:
+    length = padded_length(prompt, LENGTHS)
+    if model is None or length is None or length > runtime.cache.max_seq_len:
         return []
-    runner = PrefillRunner(model, runtime.cache, LENGTHS, CudaBackend(device))
-    if (length := runner.smallest(prompt)) is None:
-        return []
+    runner = PrefillRunner(model, runtime.cache, (length,), CudaBackend(device))
     runner.capture()
     numbers = draw_prompt(model.config.vocab_size, prompt)
     return [Contestant(f"fused graph of {length}", prompt, lambda _: runner.read(numbers, 0, 0))]
