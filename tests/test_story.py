@@ -304,7 +304,7 @@ def test_every_bar_of_the_picture_has_its_figure(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(figure.Figure, "savefig", look)
     page.draw(made_up(), tmp_path / "story.png")
     assert {"eager", "12.0 ms", "4 a launch", "3.00 ms", "64 a launch", "2.00 ms"} <= set(texts)
-    assert "7. many steps, tiny: 6.0x, in milliseconds a token" in texts
+    assert "7. many steps, tiny: 6.0x\nmilliseconds a token" in texts
 
 
 @pytest.mark.parametrize("content", ["[]", "no JSON", '{"bench": "decode", "rows": [1]}', '{"bench": "story"}'])

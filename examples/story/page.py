@@ -74,8 +74,8 @@ def panels(data: dict[str, Any]) -> Iterator[tuple[str, list[str], list[float], 
     for row in data["rows"]:
         names, values = list(row["bars"]), list(row["bars"].values())
         colours = [FIRST, *[BETWEEN] * (len(names) - 2), LAST]
-        title = f"{row['chapter']}. {row['title']}, {row['shape']}: {gain(row)}, in milliseconds {row['unit']}"
-        yield title, names, values, colours
+        title = f"{row['chapter']}. {row['title']}, {row['shape']}: {gain(row)}"
+        yield f"{title}\nmilliseconds {row['unit']}", names, values, colours
 
 
 def draw(data: dict[str, Any], output: Path) -> None:
@@ -84,7 +84,7 @@ def draw(data: dict[str, Any], output: Path) -> None:
     from matplotlib.figure import Figure
 
     counts = [len(row["bars"]) for row in data["rows"]]
-    figure = Figure(figsize=(9, 0.6 + sum(0.5 + 0.27 * count for count in counts)), layout="constrained")
+    figure = Figure(figsize=(9, 0.6 + sum(0.66 + 0.27 * count for count in counts)), layout="constrained")
     grid = figure.subplots(len(counts), squeeze=False, height_ratios=counts)[:, 0]
     for axes, (title, names, values, colours) in zip(grid, panels(data), strict=True):
         drawn = axes.barh(range(len(names)), values, color=colours, height=0.75)
@@ -92,7 +92,7 @@ def draw(data: dict[str, Any], output: Path) -> None:
         axes.set_yticks(range(len(names)), names, fontsize=9)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.12 * max(values))
-        axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
+        axes.set_title(title, loc="left", fontsize=9)
         axes.tick_params(left=False, bottom=False, labelbottom=False)
         axes.spines[:].set_visible(False)
     figure.supxlabel(circumstances(data), fontsize=8, color="#555555")
