@@ -6,7 +6,10 @@ recording reads besides weights and cache is one tensor: row, position, number o
 copy to the device and one launch read a chunk, into any row, at any position.
 """
 
+import ctypes
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -24,6 +27,30 @@ LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 """What prompts are padded to, unless an LLM is told otherwise."""
 
 PLACE = 3  # numbers in front of the tokens: row, position of the first token, how many tokens are real
+DEPTH = 4  # prompts on their way to the device, before the host waits for the first
+
+
+class Slot:
+    """A buffer of int64 numbers in host memory, pinned on CUDA, that Python fills without a call of PyTorch.
+
+    To a thread that has just woken up, such a call is tens of microseconds, and the device idles until the launch.
+    """
+
+    def __init__(self, size: int, on_gpu: bool) -> None:
+        self.host = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu)
+        self._memory = memoryview((ctypes.c_int64 * size).from_address(self.host.data_ptr())).cast("B").cast("q")
+        self._used = torch.cuda.Event() if on_gpu else None
+
+    def fill(self, numbers: Sequence[int]) -> None:
+        """Write the first of the numbers, as soon as the device has done what reads those that are there."""
+        if self._used is not None and not self._used.query():
+            self._used.synchronize()
+        self._memory[: len(numbers)] = array("q", numbers)
+
+    def launched(self) -> None:
+        """To be called when what reads the numbers is on the current stream."""
+        if self._used is not None:
+            self._used.record()
 
 
 def padded_length(count: int, lengths: Iterable[int]) -> int | None:
@@ -51,6 +78,7 @@ class PrefillRunner:
         device, longest = cache.kv.device, max(self._lengths, default=0)
         # with no real token in it, which is what a warm-up reads: it writes to a scratch slot only
         self._inputs = torch.zeros(PLACE + longest, dtype=torch.int64, device=device)
+        self._slots = deque(Slot(PLACE + longest, device.type == "cuda") for _ in range(DEPTH if self._lengths else 0))
         self._logits = torch.zeros(1, model.config.vocab_size, device=device)  # float32
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -104,9 +132,12 @@ class PrefillRunner:
             ids = to_device(token_ids, self._inputs.device)
             return self._model.prefill(ids, row, start, self._cache, all_logits)
         self.report.prefill_replays += 1
-        staged = to_device([row, start, len(token_ids), *token_ids], self._inputs.device)
-        self._inputs[: len(staged)].copy_(staged)
+        slot = self._slots[0]
+        self._slots.rotate(-1)
+        slot.fill([row, start, len(token_ids), *token_ids])
+        self._inputs.copy_(slot.host, non_blocking=True)
         self._recordings[length].replay()
+        slot.launched()
         return self._logits
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class DecodeState:
     min_p: Tensor  # float32 [n], 0 is off
     repetition_penalty: Tensor  # float32 [n], 1 is off
     seeds: Tensor  # int32 [n, 2], the two halves of a 64-bit seed
-    seen: Tensor  # bool [n, vocab], the tokens of prompt and answer so far
+    seen: Tensor  # bool [n, vocab], the tokens of prompt and answer so far; any where there is no penalty
     output: Tensor  # int32 [n, 3]: token, finished, bits of the float32 logprob: what the host reads, in one copy
 
     @classmethod
@@ -94,7 +94,10 @@ class DecodeState:
         numbers = [token_ids[-1], len(token_ids) - 1, limit, params.top_k, seed]
         floats = (params.temperature, params.top_p, params.min_p, params.repetition_penalty)
         packed = struct.unpack("=2q", struct.pack("=4f", *floats))
-        staged = to_device([*map(_signed64, numbers), *packed, *stops, *token_ids], self.tokens.device)
+        # without a penalty it makes no difference which tokens were seen, and to send those of a long prompt would cost
+        # more than all the rest
+        seen = token_ids if params.repetition_penalty != 1 else ()
+        staged = to_device([*map(_signed64, numbers), *packed, *stops, *seen], self.tokens.device)
         one, ints, rest = self.narrow(row, 1), len(numbers), len(numbers) + len(packed)
         whole = [one.tokens, one.positions, one.limits, one.top_k, one.seeds.view(-1).view(torch.int64)]
         torch._foreach_copy_(whole, list(staged[:ints].split(1)))
@@ -112,11 +115,8 @@ class DecodeState:
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """int64 numbers of the host, on the device; on an NVIDIA GPU without waiting for it."""
-    staged = torch.tensor(numbers, dtype=torch.int64)
-    if device.type != "cuda":
-        return staged.to(device)
-    # pinned memory, which PyTorch does not use again before the copy has run
-    return staged.pin_memory().to(device, non_blocking=True)
+    pinned = device.type == "cuda"  # memory which PyTorch does not use again before the copy has run
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def _signed64(value: int) -> int:

@@ -27,7 +27,9 @@ from minillm.bench.serve import BatchRequest, Server, draw_requests, jitter_at_a
 from minillm.bench.shapes import SHAPES
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError
+from minillm.request import Request
 from minillm.sampling import Mode, SamplingParams
+from minillm.state import DecodeState
 
 SMALL = ["decode", "--shape", "tiny", "--device", "cpu", "--prompt", "5", "--cache", "64,128", "--steps", "12"]
 NUMBERS = (
@@ -513,6 +515,27 @@ def test_the_engine_notes_one_host_time_for_each_step() -> None:
     Minillm("eager", engine, SamplingParams(temperature=0), None).run([[1, 2], [3, 4]], steps=9)
     assert len(engine.host_us) == 9
     assert all(us > 0 for us in engine.host_us)
+
+
+def test_host_time_leaves_out_what_recording_the_events_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that goes on while events are recorded, by a millisecond each, and in a step, by ten."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(time, "perf_counter", lambda: FakeEvent.now / 1000)
+    runtime = Runtime(tiny(), rows=1, seq_len=64)
+    real = runtime.step("plain")
+
+    def step(state: DecodeState, kv_len: int, mode: Mode) -> None:
+        FakeEvent.now += 10
+        real(state, kv_len, mode)
+
+    runner = BenchRunner(step, runtime.state, runtime.cache, None)
+    runner.clock = DeviceClock(steps=3)
+    engine = TimedEngine(runtime, runner)
+    engine.submit(Request([5, 6], SamplingParams(temperature=0), 6, [], 0))
+    while engine.busy:
+        engine.step()
+    assert runner.clock.read() == [11, 11, 11]
+    assert engine.host_us == pytest.approx([10_000] * 3)
 
 
 def test_a_failed_request_ends_the_benchmark() -> None:

@@ -116,7 +116,8 @@ def test_addresses_never_change() -> None:
     assert [t.data_ptr() for t in vars(state).values()] + [cache.kv.data_ptr()] == addresses
 
 
-def test_junk_in_inactive_rows_changes_nothing() -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_junk_in_inactive_rows_changes_nothing(penalty: float) -> None:
     """A step reads fresh values only: what a former request left in a row is overwritten or masked."""
     tokens = []
     for junk in (False, True):
@@ -130,7 +131,7 @@ def test_junk_in_inactive_rows_changes_nothing() -> None:
             state.seen.fill_(True)
             state.stops.fill_(True)
             cache.kv.fill_(3.0)
-        state.admit(1, [5, 6, 7], 60, [], SamplingParams(seed=5, repetition_penalty=1.2), 5)
+        state.admit(1, [5, 6, 7], 60, [], SamplingParams(seed=5, repetition_penalty=penalty), 5)
         cache.kv[:, :, 1, :, :2] = 0.5
         for length in range(3, 20):
             runner.step(2, length, Mode.SAMPLED)

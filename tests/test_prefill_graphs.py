@@ -15,7 +15,7 @@ from minillm.errors import ConfigError, GraphError
 from minillm.graph_report import GraphReport
 from minillm.graphs import make_runner
 from minillm.llm import LLM
-from minillm.prefill_graphs import LENGTHS, PrefillRunner
+from minillm.prefill_graphs import DEPTH, LENGTHS, PrefillRunner, Slot
 from minillm.state import DecodeState
 
 
@@ -70,6 +70,38 @@ def test_a_prompt_of_another_length_does_not_see_the_tokens_of_the_one_before() 
     first = runner.read(tokens(40, 3), 0, 0).clone()
     runner.read(tokens(64, 4), 1, 0)
     assert torch.equal(runner.read(tokens(40, 3), 0, 0), first)
+
+
+class SlowEvent:
+    """A CUDA event on a device that does nothing until somebody waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.over = log, True
+
+    def record(self) -> None:
+        self.over = False
+        self.log.append("recorded")
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over = True
+        self.log.append("waited for")
+
+
+def test_a_buffer_is_not_filled_again_before_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+    runner, *_ = runner_of((16,))
+    for slot in runner._slots:
+        slot._used = SlowEvent(log)  # type: ignore[assignment]
+    fill = Slot.fill
+    monkeypatch.setattr(Slot, "fill", lambda slot, numbers: (fill(slot, numbers), log.append("filled")))
+    runner._recordings[16].replay = lambda: log.append("launched")  # type: ignore[method-assign]
+    for count in range(DEPTH + 1):
+        runner.read(tokens(12, seed=count), 0, 0)
+    assert log == ["filled", "launched", "recorded"] * DEPTH + ["waited for", "filled", "launched", "recorded"]
+    assert runner._inputs.tolist()[:15] == [0, 0, 12, *tokens(12, seed=DEPTH)]
 
 
 def test_capturing_leaves_the_cache_alone() -> None:

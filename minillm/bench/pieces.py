@@ -10,7 +10,6 @@ All are captured side by side, and run in turns on the same rows. The columns:
     host us      what the CPU needs to launch a step, median
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,9 +110,9 @@ def _run(runtime: Runtime, contestant: Contestant, prompt: int, steps: int) -> N
         state.active.fill_(True)
         runner.clock, host = DeviceClock(steps), list[float]()
         for step in range(steps):
-            started = time.perf_counter()
+            started = runner.host_clock()
             runner.step(rows, prompt + step + 1, Mode.GREEDY)
-            host.append(1e6 * (time.perf_counter() - started))
+            host.append(1e6 * (runner.host_clock() - started))
         contestant.step_ms += runner.clock.read()[SETTLE:]
         contestant.host_us += host[SETTLE:]
 

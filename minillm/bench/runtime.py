@@ -6,7 +6,8 @@ at the time as they go. On a GPU there are two times of a step, and they must no
 - *device time*, between two CUDA events around the step: how long the GPU was at it. Launched eagerly, that includes
   the gaps in which it waited for the next launch.
 - *host time*, what the CPU needs to enqueue the step, its copy of the tokens and its event, without waiting for
-  anything. As long as it is below the device time, the GPU always has the next step before it ends the last.
+  anything. As long as it is below the device time, the GPU always has the next step before it ends the last. What it
+  costs to record the two events around the step is not in it, for only the benchmark does that.
 """
 
 import gc
@@ -167,19 +168,27 @@ class BenchRunner(GraphRunner):
         if self.clock is None:
             return super().step(rows, kv_len, mode, live)
         start, end = self.clock.next()
-        start.record()
+        self.clock.record(start)
         super().step(rows, kv_len, mode, live)
-        end.record()
+        self.clock.record(end)
+
+    def host_clock(self) -> float:
+        """Seconds, on a clock of the host that stands still while an event of `clock` is recorded."""
+        return time.perf_counter() - (0.0 if self.clock is None else self.clock.recording_s)
 
 
 class DeviceClock:
-    """Pairs of CUDA events for up to `steps` steps, made before anything is timed."""
+    """Pairs of CUDA events for up to `steps` steps, made before anything is timed.
+
+    Attributes:
+        recording_s: seconds that the host has spent in `record` so far.
+    """
 
     def __init__(self, steps: int) -> None:
         self._events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(steps)
         ]
-        self._used = 0
+        self._used, self.recording_s = 0, 0.0
         for pair in self._events:
             for event in pair:
                 event.record()  # the driver makes an event when it is first recorded
@@ -187,6 +196,11 @@ class DeviceClock:
     def next(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         self._used += 1
         return self._events[self._used - 1]
+
+    def record(self, event: torch.cuda.Event) -> None:
+        started = time.perf_counter()
+        event.record()
+        self.recording_s += time.perf_counter() - started
 
     def read(self) -> list[float]:
         """Milliseconds of each step since the last reading. Waits for the device."""
@@ -197,8 +211,10 @@ class DeviceClock:
 
 
 class TimedEngine(Engine):
-    """The Engine, which also notes how long the host was busy with enqueueing each step, in microseconds.
+    """The Engine, which also notes how long the host was busy with enqueueing each step.
 
+    Attributes:
+        host_us: microseconds of each step, without those in which the runner's clock recorded its two events.
     Args:
         ops: what it prefills with; the steps are the runner's.
     """
@@ -208,13 +224,14 @@ class TimedEngine(Engine):
         cache = runtime.cache
         chunk = cache.max_batch_size * cache.max_seq_len
         super().__init__(runtime.models[ops], cache, runtime.state, runner, prefill_chunk=chunk, prefix_reuse=False)
+        self._host_clock = runner.host_clock
         self.host_us: list[float] = []
 
     def _decode(self) -> bool:
-        started = time.perf_counter()
+        started = self._host_clock()
         enqueued = super()._decode()
         if enqueued:
-            self.host_us.append((time.perf_counter() - started) * 1e6)
+            self.host_us.append((self._host_clock() - started) * 1e6)
         return enqueued
 
 
