@@ -124,9 +124,9 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
-    """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps).
+    """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps, ...).
 
-    Tensor cores: tiles of 4 to 32 KB; the columns may be cut into parts, too, if not `whole`.
+    Tensor cores: tiles of 4 to 64 KB; the columns may be shared by groups of warps and, if not `whole`, by programs.
     Plain products: the four widths that waste least, 16 to 128 weights a thread, programs for every SM.
     """
     if m > 4:
@@ -134,20 +134,25 @@ def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
             (16, 256, 1), (16, 512, 1), (16, 256, 2), (16, 512, 2), (16, 1024, 2), (16, 512, 4), (16, 1024, 4),
             (32, 128, 2), (32, 256, 2), (32, 512, 2), (32, 128, 4), (32, 256, 4), (32, 512, 4),
             (64, 64, 2), (64, 128, 2), (64, 64, 4), (64, 128, 4), (64, 256, 4), (64, 256, 8),
-            (128, 64, 4), (128, 128, 4), (128, 128, 8),
+            (64, 512, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8),
         ]  # fmt: skip
         in_parts = [
             (32, 128, 2, 2), (32, 256, 2, 2), (32, 256, 4, 2), (32, 128, 2, 4), (32, 256, 4, 4), (64, 128, 4, 2),
             (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
-            (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8),
+            (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8), (16, 512, 4, 4),
+            (32, 512, 4, 4), (32, 512, 8, 4), (32, 128, 4, 8), (32, 256, 4, 8), (32, 256, 8, 8), (64, 512, 8, 4),
+            (64, 128, 8, 8), (64, 256, 8, 8), (128, 128, 8, 8), (128, 256, 8, 8),
         ]  # fmt: skip
-        return [
-            shape
-            for shape in [*shapes, *([] if whole else in_parts)]
-            if -(-columns // shape[1]) * shape[1] <= 1.4 * columns
-            and m * shape[1] <= 1024 * shape[2]  # else the activations need more registers than there are
-            and (shape[0] == 16 or size * math.prod(shape[3:]) >= 60 * shape[0])
-        ]
+        in_groups = [
+            (16, 64, 4, 1, 4), (16, 128, 4, 1, 4), (16, 256, 4, 1, 4), (16, 64, 8, 1, 8), (16, 128, 8, 1, 8),
+            (16, 256, 8, 1, 8), (32, 64, 4, 1, 4), (32, 128, 4, 1, 4), (32, 64, 8, 1, 8), (32, 128, 8, 1, 8),
+        ]  # fmt: skip
+        groups_in_parts = [
+            (32, 64, 4, 2, 4), (32, 128, 4, 2, 4), (32, 64, 8, 2, 8), (32, 128, 8, 2, 8), (32, 64, 4, 4, 4),
+            (32, 128, 4, 4, 4), (32, 64, 8, 4, 8), (16, 64, 4, 2, 4), (16, 128, 4, 2, 4),
+        ]  # fmt: skip
+        candidates = [*shapes, *in_groups, *([] if whole else in_parts + groups_in_parts)]
+        return [shape for shape in candidates if worth_a_trial(launch.Tile(*shape), columns, size, m)]
 
     def cost(width: int) -> float:
         count = -(-columns // width)
@@ -162,6 +167,13 @@ def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
                 if 16 <= weights <= (128 if m == 1 else 64) and (rows == 2 or size >= 132 * rows):
                     found.append((order / 2 + abs(math.log2(weights / usual)) + (warps == 1), (rows, width, warps)))
     return [shape for _, shape in sorted(found)[:14]]
+
+
+def worth_a_trial(tile: launch.Tile, columns: int, size: int, m: int) -> bool:
+    """Whether little of its work is padding, the activations find registers, and there are programs for half a GPU."""
+    fits = m * tile.columns * tile.groups <= 2048 * tile.warps
+    few_padded = -(-columns // tile.columns) * tile.columns <= 1.4 * columns
+    return few_padded and fits and (tile.rows == 16 or size * tile.parts >= 60 * tile.rows)
 
 
 def splits(head_dim: int, rows: int) -> Iterator[Shape]:
@@ -270,9 +282,8 @@ def write_table(path: Path) -> None:
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     text = f'"""{table.__doc__}"""\n\nMEASURED_ON = "{where}"\n\n'
     text += "TILES: dict[tuple[int, ...], tuple[int, ...]] = {\n"
-    text += (
-        "    # (columns K, rows N of the matrix, rows of activations): (rows a program, columns a tile, warps, parts)\n"
-    )
+    text += "    # (columns K, rows N of the matrix, rows of activations):\n"
+    text += "    #     (rows a program, columns a tile, warps, parts, groups)\n"
     text += "".join(f"    {key}: {value},\n" for key, value in sorted(table.TILES.items()))
     text += "}\n\nATTENTION: dict[tuple[int, ...], tuple[int, ...]] = {\n"
     text += "    # (query heads, kv heads, head_dim, rows): (splits, tokens a tile, warps)\n"

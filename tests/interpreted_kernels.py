@@ -129,6 +129,20 @@ def test_columns_in_parts(columns: int, parts: int, biased: bool, monkeypatch: p
         assert not ops.block_counters.any()
 
 
+# groups that divide the columns; a masked last group; groups that have no column at all; in parts besides
+@pytest.mark.parametrize(("columns", "parts", "groups"), [(512, 1, 4), (576, 1, 8), (192, 1, 8), (1152, 2, 4)])
+@pytest.mark.parametrize("n", [6, 17])
+def test_columns_in_groups(columns: int, parts: int, groups: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that end in the middle of a program."""
+    monkeypatch.setitem(table.TILES, (columns, 40, launch.row_bucket(n)), (16, 64, groups, parts, groups))
+    weight = cases.random(1, CPU, FP16, 40, columns, scale=columns**-0.5)
+    bias = cases.random(2, CPU, FP16, 40)
+    y, x = cases.random(3, CPU, FP16, n, columns), cases.random(4, CPU, FP16, n, 40)
+    with cases.poisoned_outputs():
+        got = fused(cases.config(hidden_size=40), max_rows=32).linear_residual(y, weight, bias, x)
+    assert_close(got, cases.linear_residual(y, weight, bias, x))
+
+
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize("columns", [64, 1152])
 def test_tensor_cores_from_three_rows_on(n: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +162,10 @@ def test_tensor_cores_from_three_rows_on(n: int, columns: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("n", [6, 17])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_stream_that_is_prepared_for_its_norm(n: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("parts", "groups"), [(1, 1), (2, 1), (1, 4)])
+def test_a_stream_that_is_prepared_for_its_norm(
+    n: int, parts: int, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What writes a residual stream leaves gain * x and the sums of squares; what reads another stream ignores them.
 
     In bfloat16 on a GPU; here float16, because the interpreter has no bfloat16 matrix product.
@@ -157,7 +173,7 @@ def test_a_stream_that_is_prepared_for_its_norm(n: int, parts: int, monkeypatch:
     monkeypatch.setattr(fused_module, "PREPARED", (FP16,))
     cfg = cases.config(hidden_size=576, num_attention_heads=3, num_key_value_heads=1)
     for columns in (576, cfg.num_attention_heads * cfg.head_dim):
-        monkeypatch.setitem(table.TILES, (columns, 576, launch.row_bucket(n)), (32, 64, 4, parts))
+        monkeypatch.setitem(table.TILES, (columns, 576, launch.row_bucket(n)), (32, 64, 4, parts, groups))
     layer, ops = cases.random_layer(cfg, 1, CPU, FP16), fused(cfg, max_rows=32)
     embed, y = cases.random(2, CPU, FP16, 97, 576), cases.random(3, CPU, FP16, n, layer.o.shape[1])
     rope_table = torch.ones(LENGTH, cfg.head_dim // 2, dtype=torch.complex64)

@@ -204,6 +204,31 @@ def test_placed_attention(heads: int, kv_heads: int, head_dim: int, size: int, c
         assert (got[index].double() - want[0]).abs().max() < 3 * torch.finfo(FP16).eps * want.abs().max()
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (2, 2, 80)])
+@pytest.mark.parametrize(("size", "count", "start"), [(8, 8, 256), (20, 17, 600), (40, 39, 1000), (40, 3, 240)])
+def test_placed_attention_in_splits(
+    heads: int, kv_heads: int, head_dim: int, size: int, count: int, start: int
+) -> None:
+    """Far into a row several programs share the past; tokens that see nothing of the last part of it, too. Twice,
+    because the first leaves the counters for the second.
+    """
+    cfg = cases.config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    q = cases.random(1, CPU, FP16, count, heads, head_dim, scale=2)
+    padded = torch.full((size, heads, head_dim), math.nan, dtype=FP16)
+    padded[:count] = q
+    kv = torch.full((2, 3, kv_heads, 1100, head_dim), math.nan, dtype=FP16)
+    kv[:, 1, :, : start + count] = cases.random(2, CPU, FP16, 2, kv_heads, start + count, head_dim)
+    ops = FusedOps(cfg, 1, LENGTH, CPU)
+    for _ in range(2):
+        with cases.poisoned_outputs():
+            got = ops.prompt.placed_attention(torch.tensor([1, start, count]))(padded, kv)
+        assert not got[count:].any()
+        assert not ops.chunk_counters.any()
+        for index in range(0, count, 4):
+            want = cases.attention(q[index, None], kv[:, 1, None], [start + index])
+            assert (got[index].double() - want[0]).abs().max() < 3 * torch.finfo(FP16).eps * want.abs().max()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_prefill(family: str) -> None:
     """At two places, between NaN: the logits and the cache of the plain operations in float32, up to float16."""

@@ -1,7 +1,6 @@
 """Runs interpreted_kernels.py in a process in which Triton interprets kernels, and tests what needs no kernel."""
 
 import itertools
-import math
 
 import kernel_cases as cases
 import pytest
@@ -31,12 +30,14 @@ def test_tiles_are_powers_of_two_that_fit_a_thread(columns: int, m: int) -> None
 
 
 def test_the_table_holds_only_what_kernels_can_take() -> None:
-    for (columns, _, m), (rows, width, warps, *parts) in table.TILES.items():
+    for (columns, _, m), shape in table.TILES.items():
         assert m in {launch.row_bucket(n) for n in range(1, 33)}
-        assert math.prod(parts) <= launch.MAX_PARTS
-        assert all(number == launch.power_of_two(number) for number in (rows, width, warps))
-        assert rows * width <= 128 * 32 * warps
-        assert width < 2 * columns
+        tile = launch.Tile(*shape)
+        assert tile.parts <= launch.MAX_PARTS
+        assert tile.groups in (1, tile.warps)  # Triton gives each group a warp
+        assert all(number == launch.power_of_two(number) for number in tile)
+        assert tile.rows * tile.columns * tile.groups <= 128 * 32 * tile.warps * (1 if tile.groups == 1 else 2)
+        assert tile.columns < 2 * columns
     for splits, tokens, warps in table.ATTENTION.values():
         assert all(number == launch.power_of_two(number) for number in (splits, tokens, warps))
         assert splits <= 32

@@ -90,6 +90,7 @@ class FusedOps:
         self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
         self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
+        self.chunk_counters = torch.zeros(launch.CHUNK_PROGRAMS // 2, device=device, dtype=torch.int32)
 
     @property
     def prompt(self) -> FusedPrompt:
@@ -160,7 +161,7 @@ class FusedOps:
             x, w.qkv, gain, squares, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
             self.product_parts, self.block_counters, n, size, blocks, self.heads, self.kv_heads, slots_a_head, eps,
             K=hidden, D=head_dim, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
-            PARTS=tile.parts,
+            PARTS=tile.parts, GROUPS=tile.groups,
         )  # fmt: skip
         return q
 
@@ -187,8 +188,7 @@ class FusedOps:
                 q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
                 out, self.heads, self.kv_heads, kv.shape[3], q.stride(0), 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
-                GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens,
-                WAY=way,
+                GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens, WAY=way,
             )  # fmt: skip
             return out
 
@@ -240,6 +240,7 @@ class FusedOps:
             self._gemv.gate_up_kernel, (-(-size // tile.rows),), tile.warps,
             x, w.gate_up, gain, squares, w.gate_up_bias, out, n, size, blocks, eps,
             K=hidden, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
+            GROUPS=tile.groups,
         )  # fmt: skip
         return out
 
@@ -303,6 +304,7 @@ class FusedOps:
             x, weight, gain, squares, bias, residual, out, next_gain, scaled, next_squares,
             self.product_parts, self.block_counters, n, size, blocks, eps,
             K=columns, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks), PARTS=tile.parts,
+            GROUPS=tile.groups,
         )  # fmt: skip
         return out
 

@@ -8,6 +8,7 @@ product, SiLU, product. The two products that end in the residual stream add to 
 import math
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, view_as_real
 
@@ -32,7 +33,7 @@ class FusedPrompt:
     def __init__(self, ops: "FusedOps") -> None:
         from . import chunk, prompt  # here, because triton is only there with CUDA builds of PyTorch
 
-        self._kernels, self._chunk, self._run = prompt, chunk, ops._run
+        self._kernels, self._chunk, self._run, self._counters = prompt, chunk, ops._run, ops.chunk_counters
         self._heads, self._kv_heads, self._head_dim = ops.heads, ops.kv_heads, ops.head_dim
         self.norm_logits = ops.norm_logits
 
@@ -62,14 +63,22 @@ class FusedPrompt:
         def attend(q: Tensor, kv: Tensor) -> Tensor:
             size, width = q.shape[0], launch.power_of_two(self._head_dim)
             out = q.new_empty(size, self._heads * self._head_dim)
-            tokens = max(16, min(64, launch.power_of_two(size) // 4))  # a few blocks a head, so that more programs run
+            group = self._heads // self._kv_heads
+            heads = launch.power_of_two(group)
+            tokens = max(1, 16 // heads, min(64, launch.power_of_two(size) * heads) // heads)
+            programs = -(-size // tokens) * self._kv_heads
+            splits = launch.chunk_splits(programs)
+            lines = programs * splits * tokens * heads if splits > 1 else 0
+            parts = q.new_empty(lines, self._head_dim, dtype=torch.float32)
+            maxima, sums = q.new_empty(2, lines, dtype=torch.float32)
             # tiles that two of fit in the shared memory of every GPU from Ampere on
             tile, stages, warps = (64, 3, 4) if width <= 64 else (64, 2, 4) if width <= 128 else (32, 2, 8)
             self._run(
-                self._chunk.chunk_attention_kernel, (-(-size // tokens), self._heads), warps,
-                q, q.stride(0), place, kv, kv.stride(0), kv.shape[3], out, size, 1 / math.sqrt(self._head_dim),
-                HEADS=self._heads, GROUP=self._heads // self._kv_heads, D=self._head_dim, DP=width, BM=tokens, BT=tile,
-                STAGES=stages, fence=True,
+                self._chunk.chunk_attention_kernel, (-(-size // tokens), self._kv_heads, splits), warps,
+                q, q.stride(0), place, kv, kv.stride(0), kv.shape[3], out,
+                parts, maxima, sums, self._counters, size, 1 / math.sqrt(self._head_dim),
+                KV_HEADS=self._kv_heads, GROUP=group, GP=heads, D=self._head_dim, DP=width, BM=tokens, BT=tile,
+                SPLITS=splits, STAGES=stages, fence=True,
             )  # fmt: skip
             return out
 

@@ -7,10 +7,9 @@ the time. They travel through shared memory (`cp.async`), several tiles ahead of
 **The wait for the kernel before stands inside the loop**, in its first turn, which rule 4 of `sync.py` warns of: the
 compiler moves the loads of a pipelined loop to its front, above the wait. Here that is what is wanted. The only loads
 that it moves are those of weights and gain, which nobody writes, so several tiles are on their way while the kernel
-before still runs. The activations must not move, and do not: each tile of them is loaded by hand some turns ahead and
-handed on in variables of the loop, which the compiler does not pipeline. A test reads in the assembly that the weights
-are requested before the wait and the activations after it. Eight rows are loaded three turns ahead, more rows, for
-which there are no registers, one.
+before still runs. The activations must not move, and do not: each tile of them is loaded by hand a turn ahead and
+handed on in a variable of the loop, which the compiler does not pipeline. A test reads in the assembly that the weights
+are requested before the wait and the activations after it.
 
 As in `gemv.py`, the scale of the norm is multiplied at the end of the product. In bfloat16 the kernel that wrote x has
 left g * x beside it, and the squares of x summed by blocks (`write_stream`), so that here is nothing but the product:
@@ -18,13 +17,15 @@ to multiply each tile by g on its way would cost every program a pass through it
 overflow. There the product normalises as it goes: each tile of each row is brought to a largest value of 1, and its
 product back to size in float32.
 
-A matrix of few rows may also be cut along K into `PARTS`, so that there are programs for the whole GPU and yet each has
-many rows, because every program reads the activations. The parts meet in memory, and the last to arrive (`sync.py`)
-adds them, in a fixed order.
+A matrix of few rows may also be cut along K, so that there are programs for the whole GPU: into `PARTS` of a program
+each, or into `GROUPS` of the warps of one program. Parts meet in memory, and the last to arrive (`sync.py`) adds them,
+in a fixed order; that takes time, but a program of many rows reads fewer activations for each weight. Groups each
+multiply their own columns, as a product of three dimensions, and meet in shared memory.
 
 Tried and not kept: asking the L2 cache for weights ahead of their kernel, from the kernel itself (no gain) or from
-attention, while the memory has little to do (3 to 8 % slower); pipelining the activations in registers for more than
-eight rows (spills).
+attention, while the memory has little to do (3 to 8 % slower); handing activations on for two or three turns (0.7 %
+faster with 8 rows, and with more twice as slow, for the compiler then stores them to shared memory two bytes at a time);
+less shared memory a program, so that the next kernel finds room beside it (no gain).
 """
 
 import triton
@@ -39,62 +40,73 @@ ROOM = tl.constexpr(80 * 1024)  # bytes of shared memory for the weights on thei
 
 @triton.jit
 def dot_rows_wide(
-    w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """norm(x[m]) . w[first + row] over this program's part of the columns, and what `extra` points at.
+    """norm(x[m]) . w[first + row] over this program's part of the columns, and what `extra` and `slots` point at.
 
-    It waits for the kernel before (`sync.py`), and then loads `extra` [M, BN], where `inside`, so that it is there when
-    the product is. Both results are float32 [M, BN]; the second is zero if extra is None.
+    It waits for the kernel before (`sync.py`), and then loads `extra` [M, BN], where `inside`, and slots [M], so that
+    they are there when the product is. The first two results are float32 [M, BN]; what is None is zero.
     x: [n, K]; w: [N, K]. Norm: `gain` [K], which needs all columns; or `squares` float32 [blocks, M], if x has been
     multiplied by the gain before, with BLOCKS the power of two of blocks; or none, if both are None.
-    PARTS: how many programs share the columns, along axis 1 of the grid.
+    PARTS: how many programs share the columns, along axis 1 of the grid. GROUPS: how many groups of warps share those
+    of a program.
     """
-    FIT: tl.constexpr = ROOM // (BN * BK * 2)
+    G: tl.constexpr = GROUPS if gain is None else 1
+    FIT: tl.constexpr = ROOM // (G * BN * BK * 2)
     STAGES: tl.constexpr = max(2, min(6, FIT)) + 1  # the tile in use may have no memory of its own
-    LENGTH: tl.constexpr = ((K + PARTS - 1) // PARTS + BK - 1) // BK * BK
-    AHEAD: tl.constexpr = 3 if M == 8 else 1
-    k = tl.arange(0, BK)
+    LENGTH: tl.constexpr = ((K + PARTS * G - 1) // (PARTS * G) + BK - 1) // BK * BK  # columns of a group
+    m = tl.arange(0, M)
+    rows = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)
+    begin = 0
     if PARTS > 1:
-        k += tl.program_id(1) * LENGTH
-    rows = tl.minimum(first + tl.arange(0, BN), N - 1)
-    wp = w + rows[:, None].to(tl.int64) * K + k[None, :]
-    xp = x + tl.arange(0, M)[:, None] * K + k[None, :]
-    real = (tl.arange(0, M) < n)[:, None]  # rows beyond n are not read, so that they cost nothing
-    acc, total = tl.zeros((BN, M), tl.float32), tl.zeros((M, BK // 8), tl.float32)
+        begin = tl.program_id(1) * (LENGTH * G)
+    if G == 1:
+        stop = tl.minimum(begin + LENGTH, K)
+        k = begin + tl.arange(0, BK)[None, :]
+        wp, xp = w + rows[:, None] * K + k, x + m[:, None] * K + k  # [BN, BK], [M, BK]
+        real = (m < n)[:, None]  # rows beyond n are not read, so that they cost nothing
+    else:
+        begin += (tl.arange(0, G) * LENGTH)[:, None, None]
+        stop = tl.minimum(begin + LENGTH, K)
+        k = begin + tl.arange(0, BK)[None, None, :]
+        wp, xp = w + rows[None, :, None] * K + k, x + m[None, :, None] * K + k  # [G, BN, BK], [G, M, BK]
+        real = (m < n)[None, :, None]
+    acc, total = tl.zeros((BN, M) if G == 1 else (G, BN, M), tl.float32), tl.zeros((M, BK // 8), tl.float32)
     scale = tl.full((M,), 1.0, tl.float32)
-    x0 = tl.zeros((M, BK), x.dtype.element_ty)
-    x1, x2 = x0, x0
+    x0 = tl.zeros(xp.shape, x.dtype.element_ty)
     added = tl.zeros((M, BN), tl.float32)
+    slot = tl.zeros((M,), tl.int64)
     for start in tl.range(0, LENGTH, BK, num_stages=STAGES):
-        if LENGTH * PARTS == K:
+        if LENGTH * PARTS * G == K:
             wt = tl.load(wp + start, eviction_policy="evict_first")
         else:
-            wt = tl.load(wp + start, mask=(start + k < K)[None, :], other=0.0, eviction_policy="evict_first")
+            wt = tl.load(wp + start, mask=start + k < stop, other=0.0, eviction_policy="evict_first")
         if start == 0:
             wait_in_a_loop(PDL)
-            x0 = tl.load(xp, mask=real & (k < K)[None, :], other=0.0)
-            if AHEAD == 3:
-                x1 = tl.load(xp + BK, mask=real & (k + BK < K)[None, :], other=0.0)
-                x2 = tl.load(xp + 2 * BK, mask=real & (k + 2 * BK < K)[None, :], other=0.0)
+            x0 = tl.load(xp, mask=real & (k < stop), other=0.0)
             if extra is not None:
                 added = tl.load(extra, mask=inside, other=0.0).to(tl.float32)
+            if slots is not None:
+                slot = tl.load(slots + m, mask=m < n, other=0)
             if squares is not None:
                 scale = scale_of(squares, n, blocks, eps, K, M, BLOCKS)
-        later = start + AHEAD * BK  # beyond this part's columns it is read for nothing, and not used
-        x3 = tl.load(xp + later, mask=real & (later + k < K)[None, :], other=0.0)
-        if gain is None:
+        later = start + BK
+        x1 = tl.load(xp + later, mask=real & (later + k < stop), other=0.0)
+        if G > 1:
+            acc = tl.dot(wt, tl.trans(x0, 0, 2, 1), acc)
+        elif gain is None:
             acc = tl.dot(wt, tl.trans(x0), acc)
         else:
             g = tl.load(gain + start + k, mask=start + k < K, other=0.0)  # moved to the front as the weights are
             acc, total = add_normal_tile(acc, total, wt, x0, g, M, BK)
-        if AHEAD == 3:
-            x0, x1, x2 = x1, x2, x3
-        else:
-            x0 = x3
+        x0 = x1
     if gain is not None:
         scale = tl.rsqrt(tl.sum(total, 1) / K + eps)
-    return tl.trans(acc) * scale[:, None], added
+    if G > 1:
+        acc = tl.sum(acc, 0)
+    return tl.trans(acc) * scale[:, None], added, slot
 
 
 @triton.jit
@@ -110,24 +122,23 @@ def add_normal_tile(acc, total, wt, xt, g, M: tl.constexpr, BK: tl.constexpr):
     """Add the product of one tile with g * x to acc [BN, M], and the squares of x to total [M, BK / 8]. In float16."""
     xf = xt.to(tl.float32)  # [M, BK]
     total += tl.sum(tl.reshape(xf * xf, (M, BK // 8, 8)), 2)
-    xf *= g.to(tl.float32)[None, :]
+    xf *= g.to(tl.float32)  # [1, BK]
     largest = tl.maximum(tl.max(tl.abs(xf), 1), 1e-30)  # [M]
     acc += tl.dot(wt, tl.trans((xf / largest[:, None]).to(xt.dtype))) * largest[None, :]
     return acc, total
 
 
 @triton.jit
-def write_stream(y, out, place, inside, column, gain, scaled, squares, block, n, N, M: tl.constexpr):
+def write_stream(y, out, place, inside, gain, scaled, squares, block, n, M: tl.constexpr):
     """Store y [M, BN] to the residual stream `out`, and if there is a gain, what the norm that follows will need:
 
-    scaled: [n, N], g * x. squares: float32 [blocks, M], sums of x * x over the columns of this block.
+    gain: [1, BN]. scaled: [n, N], g * x. squares: float32 [blocks, M], sums of x * x over the columns of this block.
     """
     x = y.to(out.dtype.element_ty)
     tl.store(out + place, x, mask=inside)
     if gain is not None:
         xf = x.to(tl.float32)
-        g = tl.load(gain + column, mask=column < N, other=0.0).to(tl.float32)
-        tl.store(scaled + place, (xf * g).to(scaled.dtype.element_ty), mask=inside)
+        tl.store(scaled + place, (xf * gain.to(tl.float32)).to(scaled.dtype.element_ty), mask=inside)
         m = tl.arange(0, M)
         tl.store(squares + block * M + m, tl.sum(tl.where(inside, xf * xf, 0.0), 1), mask=m < n)
 

@@ -92,31 +92,35 @@ def request_and_wait(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, PDL
 
 @triton.jit
 def product(
-    wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    wt, wp, w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more.
 
-    Returns: the product, and what the pointers `extra` [M, BN] point at, where `inside`: both float32 [M, BN]. The
-        second is requested before the product, so that it is there after it; it is zero if extra is None.
+    Returns: the product, and what the pointers `extra` [M, BN] point at, where `inside`: both float32 [M, BN]; and
+        slots [M]. The last two are requested before the product, so that they are there after it, or zero if None.
     """
     if M <= 4:
-        added = tl.zeros((M, BN), tl.float32)
+        added, slot = tl.zeros((M, BN), tl.float32), tl.zeros((M,), tl.int64)
+        if slots is not None:
+            slot = tl.load(slots + tl.arange(0, M), mask=tl.arange(0, M) < n, other=0)
         if extra is not None:
             added = tl.load(extra, mask=inside, other=0.0).to(tl.float32)
         y = dot_rows(wt, wp, x, gain, n, eps, K, M, BN, BK)
     else:
-        y, added = dot_rows_wide(
-            w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
-        )
-    return y, added
+        y, added, slot = dot_rows_wide(
+            w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, GROUPS,
+            PDL,
+        )  # fmt: skip
+    return y, added, slot
 
 
 @triton.jit(do_not_specialize=["n"])
 def linear_kernel(
     x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
 
@@ -130,19 +134,22 @@ def linear_kernel(
     wp = weight_pointers(w, first, N, K, BN, BK)
     wt = request_and_wait(wp, K, M, BK, PDL)
     place, inside, column = outputs(first, n, N, M, BN)
-    extra = None
+    extra, following = None, None
     if residual is not None:
         extra = residual + place
-    y, added = product(
-        wt, wp, w, x, gain, squares, extra, inside, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
-    )
+    if next_gain is not None:  # now, because it comes from far, as weights do
+        following = tl.load(next_gain + column, mask=column < N, other=0.0)
+    y, added, _ = product(
+        wt, wp, w, x, gain, squares, extra, inside, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
+        GROUPS, PDL,
+    )  # fmt: skip
     last = True
     if PARTS > 1:
         last, y = add_parts(y, parts, counters, M, BN, PARTS)
     if last:
         if bias is not None:
             y += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)
-        write_stream(y + added, out, place, inside, column, next_gain, scaled, next_squares, block, n, N, M)
+        write_stream(y + added, out, place, inside, following, scaled, next_squares, block, n, M)
 
 
 @triton.jit
@@ -156,14 +163,17 @@ def outputs(first, n, N, M: tl.constexpr, BN: tl.constexpr):
 @triton.jit(do_not_specialize=["n"])
 def gate_up_kernel(
     x, w, gain, squares, bias, out, n, N, blocks, eps,
-    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
     allow_next(PDL)
     first = tl.program_id(0) * BN
     wp = weight_pointers(w, first, N, K, BN, BK)
     wt = request_and_wait(wp, K, M, BK, PDL)
-    y, _ = product(wt, wp, w, x, gain, squares, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, PDL)
+    y, _, _ = product(
+        wt, wp, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, GROUPS, PDL,
+    )  # fmt: skip
     if bias is not None:
         row = first + tl.arange(0, BN)
         y += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)[None, :]
@@ -178,7 +188,7 @@ def gate_up_kernel(
 def qkv_rope_append_kernel(
     x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, parts, counters, n, N, blocks, heads, kv_heads,
     S, eps, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
 
@@ -191,18 +201,16 @@ def qkv_rope_append_kernel(
     wt = request_and_wait(wp, K, M, BK, PDL)
     m = tl.arange(0, M)
     real = m < n
-    if M <= 4:  # on their way during the product
-        row, slot = tl.load(rows + m, mask=real, other=0), tl.load(slots + m, mask=real, other=0)
+    row = tl.load(rows + m, mask=real, other=0)
     d = (first % D + tl.arange(0, BN))[None, :]
     turns = rope + m[:, None] * D + d
-    y, turn = product(
-        wt, wp, w, x, gain, squares, turns, real[:, None], first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, PDL
-    )
+    y, turn, slot = product(
+        wt, wp, w, x, gain, squares, turns, real[:, None], slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
+        GROUPS, PDL,
+    )  # fmt: skip
     last = True
     if PARTS > 1:
         last, y = add_parts(y, parts, counters, M, BN, PARTS)
-    if M > 4:  # what needs them is only to be stored
-        row, slot = tl.load(rows + m, mask=real, other=0), tl.load(slots + m, mask=real, other=0)
     if last:
         if bias is not None:
             y += tl.load(bias + first + tl.arange(0, BN)).to(tl.float32)[None, :]

@@ -23,6 +23,9 @@ PROGRAMS = 264
 NEVER = 2**31 - 1
 """A length that no row has."""
 
+CHUNK_PROGRAMS = 512
+"""Split attention of a chunk of a prompt into up to so many programs, four for each SM."""
+
 MAX_PARTS = 8
 """Programs that share rows of a matrix, at most: what there is scratch memory for."""
 
@@ -30,13 +33,15 @@ MAX_PARTS = 8
 class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns.
 
-    parts: programs that share the rows, each with a part of the columns; 1 for up to 4 rows of activations.
+    parts: programs that share the rows, each with a part of the columns; groups: of warps, that share a program's rows
+    in the same way. Both are 1 for up to 4 rows of activations.
     """
 
     rows: int
     columns: int
     warps: int
     parts: int = 1
+    groups: int = 1
 
 
 class Splits(NamedTuple):
@@ -111,6 +116,14 @@ def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
         return Splits(*known)
     number = (16 if heads <= 32 else 8) if few else max(1, 16 // power_of_two(rows))
     return Splits(number, 64 if head_dim <= 128 else 32, 4)
+
+
+def chunk_splits(programs: int) -> int:
+    """In how many parts the past of a chunk of a prompt is read, which is so many programs unsplit: a power of two."""
+    splits = 1
+    while splits < MAX_PARTS and 2 * splits * programs <= CHUNK_PROGRAMS:
+        splits *= 2
+    return splits
 
 
 def long_way(number: int, group: int, rows: int, max_seq_len: int) -> tuple[int, int]:
