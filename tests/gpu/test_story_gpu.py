@@ -24,7 +24,7 @@ def told(module: str, *arguments: str) -> str:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_checks_and_prints_its_gain(name: str) -> None:
     text = told(f"examples.story.{name}")
-    if " needs " in text:
+    if "\nchecked: " not in text and " needs " in text.splitlines()[-1]:
         pytest.skip(text.splitlines()[-1])
     assert f"\n{name[1]}. " in text
     assert "\nchecked: " in text
