@@ -203,9 +203,20 @@ def launch_table() -> Iterator[str]:
     for path in decode_results():
         data = json.loads(path.read_text())
         for row in data["rows"]:
-            if row["cache"] == 1024 and row["mode"] in OURS:
+            if (row["batch"], row["cache"]) == (1, 1024) and row["mode"] in OURS:
                 figures = f"{row['host_us']:,.0f} | {row['step_ms_p50']:.3f} | {row['floor_ms']:.3f}"
                 yield f"| {shape_of(data)} | {row['mode']} | {figures} |"
+
+
+def rows_table() -> Iterator[str]:
+    yield "| rows | plain, ms | fused, ms | floor, ms | share |"
+    yield "|---|---|---|---|---|"
+    rows = json.loads((RESULTS / "h200-decode-1b.json").read_text())["rows"]
+    short = {(row["batch"], row["mode"]): row for row in rows if row["cache"] == 1024}
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        plain, fused = short[batch, "graph"], short[batch, "fused graph"]
+        times = f"{plain['step_ms_p50']:.3f} | {fused['step_ms_p50']:.3f} | {fused['floor_ms']:.3f}"
+        yield f"| {batch} | {times} | {fused['share_of_ceiling']:.0%} |"
 
 
 def prefill_table() -> Iterator[str]:
@@ -270,7 +281,9 @@ def serve_table() -> Iterator[str]:
         yield f"| {row['mode']} | {row['requests_per_s']:.1f} | {latency} | {row['jitter_at_a_size']:.1%} |"
 
 
-TABLES = (launch_table, prefill_table, many_steps_table, pieces_table, retarget_table, pool_table, serve_table)
+TABLES = (
+    launch_table, rows_table, prefill_table, many_steps_table, pieces_table, retarget_table, pool_table, serve_table
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES)
