@@ -290,7 +290,7 @@ def test_the_page_shows_the_result_and_can_be_filled_again(tmp_path: Path) -> No
             f"| 7 | many steps | {shape} | eager 12.0, 4 a launch 3.00, 64 a launch 2.00; a token | 6.0x |" in shown[0]
         )
         assert f"- 7, {shape}: a note" in shown[0]
-        assert "NVIDIA Made-up, 2026-03-04, torch 9; `results/made-up.json`" in shown[0]
+        assert "NVIDIA Made-up, 2026-03-04, torch 9; `../results/made-up.json`" in shown[0]
         assert page.in_words(data).encode("latin-1") in picture.read_bytes()
 
 

@@ -50,7 +50,7 @@ def block(data: dict[str, Any], path: Path) -> str:
             "",
             *(f"- {row['chapter']}, {row['shape']}: {note.strip()}" for row in data["rows"] for note in row["notes"]),
             "",
-            f"{circumstances(data)}; `results/{path.name}`.",
+            f"{circumstances(data)}; `../results/{path.name}`.",
         )
     )
 

@@ -24,7 +24,7 @@ multiply their own columns, as a product of three dimensions, and meet in shared
 
 Tried and not kept: asking the L2 cache for weights ahead of their kernel, from the kernel itself (no gain) or from
 attention, while the memory has little to do (3 to 8 % slower); handing activations on for two or three turns (0.7 %
-faster with 8 rows, and with more twice as slow, for the compiler then stores them to shared memory two bytes at a time);
+faster with 8 rows, twice as slow with more: the compiler then stores them to shared memory two bytes at a time);
 less shared memory a program, so that the next kernel finds room beside it (no gain).
 """
 
