@@ -186,8 +186,9 @@ def test_the_past_is_requested_before_a_wait_in_a_loop_and_nothing_else(n: int, 
 
     Guards a fault of compilers: it does not hold back the copies (cp.async) of the turns ahead. That is wanted for
     what nobody writes, and would be a race for activations, which are ordinary loads. Before the wait there are tiles
-    of 4 KB and more, and of ordinary loads none; attention has those of its length.
+    of 4 KB and more, and of ordinary loads only those of what no step writes, by name.
     """
+    early = {"attention_kernel": 2, "qkv_rope_append_kernel": 1, "linear_kernel": 1}  # lengths; rows; the next gain
     found = set()
     for name, kernel in compile_step(LLAMA_1B, n, 90, dtype):
         if name not in ("linear_kernel", "gate_up_kernel", "qkv_rope_append_kernel", "attention_kernel"):
@@ -199,5 +200,5 @@ def test_the_past_is_requested_before_a_wait_in_a_loop_and_nothing_else(n: int, 
         copies = sum("cp.async.cg" in line for line in copied[0])
         loads = [line for line in copied[0] if "ld.global" in line]
         assert copies * 16 * 32 * kernel.metadata.num_warps >= 2 * 4096, f"{name} copies too little ahead"
-        assert len(loads) <= (2 if name == "attention_kernel" else 0), f"{name} loads ahead: {loads}"
+        assert len(loads) <= early.get(name, 0), f"{name} loads ahead: {loads}"
     assert len(found) == 4
