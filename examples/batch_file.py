@@ -188,7 +188,7 @@ def main() -> int:
     add = parser.add_argument
     add("source", type=Path, metavar="IN.jsonl", help='lines such as {"id": "a", "prompt": "Hi"}, or with "messages"')
     add("target", type=Path, metavar="OUT.jsonl", help="the answers; if it exists, what is missing in it is added")
-    add("--model", help="directory, .gguf file, or hub id org/name (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--model", help="directory, .gguf file, or hub id; messages need one that can chat (default: the story model)")
     add("--rows", type=int, default=32, metavar="N", help="answers at the same time (default: %(default)s)")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is the likeliest (default: %(default)s)")

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import closing
 from numbers import Real
+from typing import Any
 
 from .answer import Chunk, Completion
 from .errors import RequestError
@@ -117,6 +118,10 @@ class Handle:
             self.cancel()
             raise
         return self._pending.completion()
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        """`await handle` is `await handle.completion()`."""
+        return self.completion().__await__()
 
     def _pieces(
         self, news: threading.Event | asyncio.Event, wake: Callable[[], object]

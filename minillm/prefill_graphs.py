@@ -42,7 +42,7 @@ class Slot:
         self._used = torch.cuda.Event() if on_gpu else None
 
     def fill(self, numbers: Sequence[int]) -> None:
-        """Write the first of the numbers, as soon as the device has done what reads those that are there."""
+        """Write these numbers to the front, as soon as the device has done what reads those that are there."""
         if self._used is not None and not self._used.query():
             self._used.synchronize()
         self._memory[: len(numbers)] = array("q", numbers)

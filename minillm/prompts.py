@@ -56,13 +56,19 @@ class Desk:
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each"
             )
-        return [self.prepare(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        return [self._prepare_one(*job) for job in enumerate(zip(prompts, each, strict=True))]
+
+    def _prepare_one(self, index: int, job: tuple[Any, Any]) -> Pending:
+        try:
+            return self.prepare(*job)
+        except RequestError as error:
+            raise RequestError(f"prompt {index} of the list: {error}") from None
 
     def check_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Token ids as a list of ints of the vocabulary, not longer than the context. Raises: RequestError."""
         token_ids, vocab_size = unpacked(token_ids), self._config.vocab_size
         if not is_list(token_ids):
-            raise RequestError(f"token ids must be a list of whole numbers, not {type(token_ids).__name__}")
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {type(token_ids).__name__}")
         ids = list(token_ids)
         # plain ints, as most are, are looked at all at once: one by one, those of a long prompt take half a millisecond
         if not (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size):
@@ -78,7 +84,7 @@ class Desk:
 def _checked(token_id: object, index: int, vocab_size: int) -> int:
     number = as_int(token_id)
     if number is None or not 0 <= number < vocab_size:
-        raise RequestError(f"token id {token_id!r} at index {index} is no whole number below {vocab_size}")
+        raise RequestError(f"token id {token_id!r} at index {index} is no whole number from 0 to {vocab_size - 1}")
     return number
 
 

@@ -136,9 +136,9 @@ def test_checks_come_at_once_and_a_full_queue_at_the_first_piece(llm: LLM) -> No
     Brake(llm._service.engine)
 
     async def ask() -> None:
-        with pytest.raises(MinillmError, match="below"):
+        with pytest.raises(MinillmError, match="token id 10000 at index 0 is no whole number from 0 to"):
             llm.astream([10_000])
-        with pytest.raises(MinillmError, match="below"):
+        with pytest.raises(MinillmError, match="prompt 1 of the list: token id 10000 at index 0"):
             await llm.agenerate([[5], [10_000]])
         handles = [llm.submit("the king", LONG) for _ in range(5)]
         with pytest.raises(QueueFullError):
@@ -147,6 +147,15 @@ def test_checks_come_at_once_and_a_full_queue_at_the_first_piece(llm: LLM) -> No
             handle.cancel()
 
     asyncio.run(ask())
+
+
+def test_a_handle_can_be_awaited(llm: LLM) -> None:
+    async def ask() -> tuple[str, str]:
+        handle = llm.submit("the king", GREEDY)
+        return (await handle).text, (await handle.completion()).text
+
+    first, second = asyncio.run(ask())
+    assert first == second == llm.generate("the king", GREEDY).text
 
 
 def test_closing_the_llm_ends_what_tasks_wait_for(llm: LLM) -> None:

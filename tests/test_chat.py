@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -285,6 +286,7 @@ def test_a_real_process_survives_ctrl_c_and_answers_the_next_line(tmp_path: Path
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        bufsize=0,
         env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -292,6 +294,8 @@ def test_a_real_process_survives_ctrl_c_and_answers_the_next_line(tmp_path: Path
     assert process.stdout is not None
     assert process.stderr is not None
     for message in (b"count\n", b"go on\n"):
+        while select.select([process.stdout], [], [], 0.3)[0]:  # what is left of the answer before
+            assert process.stdout.read(65536)
         process.stdin.write(message)
         process.stdin.flush()
         assert process.stdout.read(8)

@@ -66,7 +66,7 @@ def test_bad_lines_are_told_with_their_number_and_the_others_answered(model: Pat
         10: ({"id": "first", "prompt": "a"}, "line 1 already"),
         11: ({"id": [], "prompt": "a"}, "an id must be"),
         12: ({"id": "long", "prompt": "the " * 20000}, "context 16384"),
-        13: ({"prompt": 5}, "token ids must be"),
+        13: ({"prompt": 5}, "a text or a list of token ids"),
     }
     source = write(
         tmp_path / "in.jsonl",

@@ -34,7 +34,8 @@ def ask():
 
 def finish(tiny: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, which must come by itself."""
-    command = [sys.executable, "-c", START + code, str(tiny)]
+    # an abort then says in which thread it was
+    command = [sys.executable, "-X", "faulthandler", "-c", START + code, str(tiny)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
@@ -54,7 +55,7 @@ def finish(tiny: Path, code: str) -> subprocess.CompletedProcess[str]:
 )
 def test_the_interpreter_exits_in_the_middle_of_requests(tiny: Path, code: str) -> None:
     ended = finish(tiny, code + "\nprint('bye')")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "bye\n", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "bye\n", ""), ended.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")

@@ -234,7 +234,9 @@ def test_bad_prompts_are_errors_and_the_next_call_works(llm: LLM, bad: object) -
 
 
 def test_one_bad_prompt_of_a_list_refuses_the_list_before_anything_runs(llm: LLM) -> None:
-    with pytest.raises(MinillmError, match="below"):
+    with pytest.raises(
+        MinillmError, match="prompt 1 of the list: token id 10000 at index 0 is no whole number from 0 to"
+    ):
         llm.generate([[5], [10_000]], GREEDY)
     assert llm._service.engine.open == 0
 

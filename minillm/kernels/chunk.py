@@ -45,7 +45,7 @@ def chunk_attention_kernel(
     there = (query % GP < GROUP)[:, None] & (d < D)
     real = (token < count)[:, None]
     end = tl.where(block * BM < count, start + tl.minimum((block + 1) * BM, count), 0)
-    tokens, splits = share(tl.maximum(end, 1), SPLITS, 4 * BT)
+    tokens, splits = share(tl.maximum(end, 1), SPLITS, 4 * BT)  # fewer tiles would not be worth a merge
     if split < splits:
         values = tl.load(
             q + token.to(tl.int64)[:, None] * q_row + head[:, None] * D + d, mask=real & there, other=0.0
@@ -69,18 +69,18 @@ def chunk_attention_kernel(
 @triton.jit
 def attend(
     query, k_row, plane, first, last, position, scale,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first .. last - 1 for queries [BM, DP], each at a position [BM] of its own.
+    """Tokens first .. last - 1 for queries [Q, DP], each at a position [Q] of its own.
 
-    Returns: sums of exp(score - m) * v [BM, DP], the largest scores m [BM], sums of exp(score - m) [BM]. What sees none
+    Returns: sums of exp(score - m) * v [Q, DP], the largest scores m [Q], sums of exp(score - m) [Q]. What sees none
         of the tokens has m = NEVER, and finite numbers in the others.
     """
     d = tl.arange(0, DP)
     wide = (d < D)[None, :]
-    m = tl.full((BM,), NEVER, tl.float32)
-    l = tl.zeros((BM,), tl.float32)  # noqa: E741
-    acc = tl.zeros((BM, DP), tl.float32)
+    m = tl.full((Q,), NEVER, tl.float32)
+    l = tl.zeros((Q,), tl.float32)  # noqa: E741
+    acc = tl.zeros((Q, DP), tl.float32)
     for t0 in tl.range(first, last, BT, num_stages=STAGES):
         t = t0 + tl.arange(0, BT)
         tile = t[:, None] * D + d[None, :]
@@ -88,7 +88,7 @@ def attend(
         k = tl.load(k_row + tile, mask=inside, other=0.0)  # [BT, DP]
         v = tl.load(k_row + plane + tile, mask=inside, other=0.0)
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
-        score = tl.where(seen, tl.dot(query, tl.trans(k)) * scale, NEVER)  # [BM, BT]
+        score = tl.where(seen, tl.dot(query, tl.trans(k)) * scale, NEVER)  # [Q, BT]
         higher = tl.maximum(m, tl.max(score, 1))
         p = tl.exp(score - higher[:, None])
         shrink = tl.exp(m - higher)
@@ -101,29 +101,29 @@ def attend(
 @triton.jit
 def add_splits(
     acc, m, l, parts, maxima, sums, counter, split, splits,  # noqa: E741
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, SPLITS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, Q: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Leave a part [BM, DP] with its m and l [BM] for the last of `splits` programs to arrive.
+    """Leave a part [Q, DP] with its m and l [Q] for the last of `splits` programs to arrive.
 
     Returns: whether this is the last; if so, acc and l of all of them together.
     """
-    i, d = tl.arange(0, BM), tl.arange(0, DP)
+    i, d = tl.arange(0, Q), tl.arange(0, DP)
     inside = (d < D)[None, :]
     place = i[:, None] * D + d[None, :]
-    tl.store(parts + split * (BM * D) + place, acc, mask=inside)
-    tl.store(maxima + split * BM + i, m)
-    tl.store(sums + split * BM + i, l)
+    tl.store(parts + split * (Q * D) + place, acc, mask=inside)
+    tl.store(maxima + split * Q + i, m)
+    tl.store(sums + split * Q + i, l)
     last = last_to_arrive(counter, splits)
     if last:
-        m = tl.full((BM,), NEVER, tl.float32)
-        l = tl.zeros((BM,), tl.float32)  # noqa: E741
-        acc = tl.zeros((BM, DP), tl.float32)
+        m = tl.full((Q,), NEVER, tl.float32)
+        l = tl.zeros((Q,), tl.float32)  # noqa: E741
+        acc = tl.zeros((Q, DP), tl.float32)
         for other in tl.static_range(SPLITS):  # unrolled, so that all reads are under way together
-            there = tl.full((BM,), other, tl.int32) < splits
-            m_other = tl.load(maxima + other * BM + i, mask=there, other=NEVER, cache_modifier=".cg")
-            l_other = tl.load(sums + other * BM + i, mask=there, other=0.0, cache_modifier=".cg")
+            there = tl.full((Q,), other, tl.int32) < splits
+            m_other = tl.load(maxima + other * Q + i, mask=there, other=NEVER, cache_modifier=".cg")
+            l_other = tl.load(sums + other * Q + i, mask=there, other=0.0, cache_modifier=".cg")
             part = tl.load(
-                parts + other * (BM * D) + place, mask=inside & there[:, None], other=0.0, cache_modifier=".cg"
+                parts + other * (Q * D) + place, mask=inside & there[:, None], other=0.0, cache_modifier=".cg"
             )
             higher = tl.maximum(m, m_other)
             shrink, weight = tl.exp(m - higher), tl.exp(m_other - higher)

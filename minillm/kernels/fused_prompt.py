@@ -71,7 +71,7 @@ class FusedPrompt:
             lines = programs * splits * tokens * heads if splits > 1 else 0
             parts = q.new_empty(lines, self._head_dim, dtype=torch.float32)
             maxima, sums = q.new_empty(2, lines, dtype=torch.float32)
-            # tiles that two of fit in the shared memory of every GPU from Ampere on
+            # K and V of all stages take 64 KB at most: a program may have 99 on every GPU from Ampere on
             tile, stages, warps = (64, 3, 4) if width <= 64 else (64, 2, 4) if width <= 128 else (32, 2, 8)
             self._run(
                 self._chunk.chunk_attention_kernel, (-(-size // tokens), self._kv_heads, splits), warps,

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns.
 
     parts: programs that share the rows, each with a part of the columns; groups: of warps, that share a program's rows
-    in the same way. Both are 1 for up to 4 rows of activations.
+    in the same way (not in float16, where a norm needs all columns). Both are 1 for up to 4 rows of activations.
     """
 
     rows: int
@@ -98,7 +98,7 @@ def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
 
 
 def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
-    """For tensor cores: tiles of 16 KB and, where few rows make few programs, parts of two tiles at least."""
+    """For tensor cores: tiles of 4 to 32 KB and, where few rows make few programs, parts of two tiles at least."""
     height = next(height for height in (64, 32, 16) if rows >= 32 * height or height == 16)
     height = 128 if m == 32 and rows >= 128 * PROGRAMS // 2 else height
     width = 128 if -(-columns // 128) * 128 <= 1.25 * columns else 64

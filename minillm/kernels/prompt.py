@@ -1,8 +1,8 @@
 """What stands between the matrix products of a prompt: the norm, the rotation with the write to the cache, and SiLU.
 
-The products themselves, and attention, are left to cuBLAS and flash attention (`fused_prompt.py`). Between them plain
-PyTorch makes ten passes over the activations, each a launch of its own: a short prompt waits for the launches, and a
-long one for the memory. Here each gap is one pass.
+The products themselves are left to cuBLAS, and attention to flash attention or, in a recording, to `chunk.py`
+(`fused_prompt.py`). Between them plain PyTorch makes ten passes over the activations, each a launch of its own: a short
+prompt waits for the launches, and a long one for the memory. Here each gap is one pass.
 
 A prompt may have any length, and none may cost a compilation: so the number of tokens is no argument. It is the grid,
 and one program works on one token, or on a part of one. Offsets of tokens are 64-bit: a prompt of 100,000 tokens has
