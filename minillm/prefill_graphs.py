@@ -8,7 +8,6 @@ copy to the device and one launch read a chunk, into any row, at any position.
 
 import ctypes
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,14 +37,14 @@ class Slot:
 
     def __init__(self, size: int, on_gpu: bool) -> None:
         self.host = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu)
-        self._memory = memoryview((ctypes.c_int64 * size).from_address(self.host.data_ptr())).cast("B").cast("q")
+        self._memory = (ctypes.c_int64 * size).from_address(self.host.data_ptr())
         self._used = torch.cuda.Event() if on_gpu else None
 
     def fill(self, numbers: Sequence[int]) -> None:
         """Write these numbers to the front, as soon as the device has done what reads those that are there."""
         if self._used is not None and not self._used.query():
             self._used.synchronize()
-        self._memory[: len(numbers)] = array("q", numbers)
+        self._memory[: len(numbers)] = [*numbers]
 
     def launched(self) -> None:
         """To be called when what reads the numbers is on the current stream."""

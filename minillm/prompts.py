@@ -56,13 +56,13 @@ class Desk:
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(each)} SamplingParams: give one, or one for each"
             )
-        return [self._prepare_one(*job) for job in enumerate(zip(prompts, each, strict=True))]
-
-    def _prepare_one(self, index: int, job: tuple[Any, Any]) -> Pending:
-        try:
-            return self.prepare(*job)
-        except RequestError as error:
-            raise RequestError(f"prompt {index} of the list: {error}") from None
+        prepared = []
+        for index, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                prepared.append(self.prepare(prompt, p))
+            except RequestError as error:
+                raise RequestError(f"prompt {index} of the list: {error}") from None
+        return prepared
 
     def check_ids(self, token_ids: Sequence[int]) -> list[int]:
         """Token ids as a list of ints of the vocabulary, not longer than the context. Raises: RequestError."""

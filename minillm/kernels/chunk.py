@@ -14,12 +14,10 @@ launched in the ordinary way, after the kernel that writes the chunk's own K and
 import triton
 import triton.language as tl
 
-from .attention import share
+from .attention import NEVER, share
 from .sync import last_to_arrive
 
 # mypy: ignore-errors
-
-NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that no difference of two is NaN
 
 
 @triton.jit

@@ -90,6 +90,7 @@ class FusedOps:
         self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
         self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
         self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
+        # one for each program of a chunk of a prompt, if it is split: then they are half of what they may be, or fewer
         self.chunk_counters = torch.zeros(launch.CHUNK_PROGRAMS // 2, device=device, dtype=torch.int32)
 
     @property

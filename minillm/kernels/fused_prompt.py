@@ -65,16 +65,16 @@ class FusedPrompt:
             out = q.new_empty(size, self._heads * self._head_dim)
             group = self._heads // self._kv_heads
             heads = launch.power_of_two(group)
-            tokens = max(1, 16 // heads, min(64, launch.power_of_two(size) * heads) // heads)
-            programs = -(-size // tokens) * self._kv_heads
-            splits = launch.chunk_splits(programs)
-            lines = programs * splits * tokens * heads if splits > 1 else 0
+            tokens = max(1, max(16, min(64, launch.power_of_two(size) * heads)) // heads)  # 16 to 64 queries a program
+            blocks = -(-size // tokens)
+            splits = launch.chunk_splits(blocks * self._kv_heads)
+            lines = blocks * self._kv_heads * splits * tokens * heads if splits > 1 else 0
             parts = q.new_empty(lines, self._head_dim, dtype=torch.float32)
             maxima, sums = q.new_empty(2, lines, dtype=torch.float32)
             # K and V of all stages take 64 KB at most: a program may have 99 on every GPU from Ampere on
             tile, stages, warps = (64, 3, 4) if width <= 64 else (64, 2, 4) if width <= 128 else (32, 2, 8)
             self._run(
-                self._chunk.chunk_attention_kernel, (-(-size // tokens), self._kv_heads, splits), warps,
+                self._chunk.chunk_attention_kernel, (blocks, self._kv_heads, splits), warps,
                 q, q.stride(0), place, kv, kv.stride(0), kv.shape[3], out,
                 parts, maxima, sums, self._counters, size, 1 / math.sqrt(self._head_dim),
                 KV_HEADS=self._kv_heads, GROUP=group, GP=heads, D=self._head_dim, DP=width, BM=tokens, BT=tile,

@@ -26,6 +26,9 @@ NEVER = 2**31 - 1
 CHUNK_PROGRAMS = 512
 """Split attention of a chunk of a prompt into up to so many programs, four for each SM."""
 
+CHUNK_SPLITS = 8
+"""Splits of it, at most: one program merges them."""
+
 MAX_PARTS = 8
 """Programs that share rows of a matrix, at most: what there is scratch memory for."""
 
@@ -121,7 +124,7 @@ def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
 def chunk_splits(programs: int) -> int:
     """In how many parts the past of a chunk of a prompt is read, which is so many programs unsplit: a power of two."""
     splits = 1
-    while splits < MAX_PARTS and 2 * splits * programs <= CHUNK_PROGRAMS:
+    while splits < CHUNK_SPLITS and 2 * splits * programs <= CHUNK_PROGRAMS:
         splits *= 2
     return splits
 
