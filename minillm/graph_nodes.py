@@ -14,17 +14,27 @@ from .errors import GraphError
 COPIES = ("MEMCPY", "MEMSET")  # nodes that hold addresses and are not kernels
 HARMLESS = ("EMPTY", "WAIT_EVENT", "EVENT_RECORD")  # nodes that hold none
 
+MAP_BYTES = 128
+"""The size of a tensor map: a description of a matrix in memory, from which a kernel loads blocks of it."""
+
+MAPPED = ("linear_kernel", "gate_up_kernel", "qkv_rope_append_kernel", "qkv_parts_kernel", "best_logits_kernel")
+"""Our kernels whose arguments of that size are tensor maps. Those of others may be anything."""
+
+Layout = tuple[tuple[int, int], ...]
+
 
 class Kernel(NamedTuple):
     """A kernel node as it was recorded.
 
     layout: offset and size in bytes of each argument. arguments: the address of the node's own array of pointers to
-    them, which may be read and not written; 0 is none. launch: kernel, grid, block and shared memory.
+    them, which may be read and not written; 0 is none. launch: kernel, grid, block and shared memory. maps: which of
+    the arguments, counted from 0, are tensor maps, of which the first 8 bytes are an address.
     """
 
-    layout: tuple[tuple[int, int], ...]
+    layout: Layout
     arguments: int
     launch: Any
+    maps: tuple[int, ...] = ()
 
 
 class Driver(Protocol):
@@ -40,6 +50,8 @@ class Driver(Protocol):
 
     def launch(self, kernel: Kernel, arguments: int) -> Any: ...
 
+    def point(self, tensor_map: int, address: int) -> None: ...
+
     def edit(self, executable: Any, node: Any, launch: Any) -> None: ...
 
 
@@ -54,7 +66,7 @@ class CudaDriver:
                 "graphs can be pointed at other tensors through the package cuda-bindings, which cannot be imported "
                 f"({error}): pip install cuda-bindings, or capture anew"
             ) from error
-        self._layouts: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._known: dict[tuple[int, int], tuple[Layout, tuple[int, ...]]] = {}
 
     def open(self, graph: torch.cuda.CUDAGraph) -> tuple[Any, list[Any]]:
         """The executable graph that `replay` launches, and the nodes of the graph that it was made from."""
@@ -71,21 +83,30 @@ class CudaDriver:
     def kernel(self, node: Any) -> Kernel:
         """What a kernel node was recorded with."""
         (launch,) = self._ask("cuGraphKernelNodeGetParams", node)
-        return Kernel(self._layout(launch), int(launch.kernelParams), launch)
+        key = (int(launch.func), int(launch.kern))  # of the two handles that a kernel may have, one is 0
+        if key not in self._known:
+            prefix, handle = ("cuFunc", launch.func) if key[0] else ("cuKernel", launch.kern)
+            layout = self._layout(f"{prefix}GetParamInfo", handle)
+            self._known[key] = layout, self._maps(f"{prefix}GetName", handle, layout)
+        layout, maps = self._known[key]
+        return Kernel(layout, int(launch.kernelParams), launch, maps)
 
-    def _layout(self, launch: Any) -> tuple[tuple[int, int], ...]:
-        key = (int(launch.func), int(launch.kern))  # of the two names that a kernel may have, one is 0
-        if key not in self._layouts:
-            call, kernel = ("cuFuncGetParamInfo", launch.func) if key[0] else ("cuKernelGetParamInfo", launch.kern)
-            layout: list[tuple[int, int]] = []
-            while True:
-                error, *place = getattr(self._cuda, call)(kernel, len(layout))
-                if error == self._cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # there are no more
-                    break
-                self._check(call, error)
-                layout.append((int(place[0]), int(place[1])))
-            self._layouts[key] = tuple(layout)
-        return self._layouts[key]
+    def _layout(self, call: str, handle: Any) -> Layout:
+        layout: list[tuple[int, int]] = []
+        while True:
+            error, *place = getattr(self._cuda, call)(handle, len(layout))
+            if error == self._cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # there are no more
+                return tuple(layout)
+            self._check(call, error)
+            layout.append((int(place[0]), int(place[1])))
+
+    def _maps(self, call: str, handle: Any, layout: Layout) -> tuple[int, ...]:
+        """The arguments that are tensor maps. The size alone does not say so, hence the names."""
+        maps = tuple(index for index, (_, size) in enumerate(layout) if size == MAP_BYTES)
+        if not maps:
+            return ()
+        (name,) = self._ask(call, handle)
+        return maps if name in [ours.encode() for ours in MAPPED] else ()
 
     def touched(self, node: Any) -> list[int]:
         """The addresses that a memcpy or memset node was recorded with."""
@@ -107,6 +128,14 @@ class CudaDriver:
         launch.sharedMemBytes = kernel.launch.sharedMemBytes
         launch.kernelParams = arguments
         return launch
+
+    def point(self, tensor_map: int, address: int) -> None:
+        """Have a tensor map describe memory of the same shape at another address.
+
+        Args:
+            tensor_map: where it lies in memory of the CPU, a multiple of 64.
+        """
+        self._ask("cuTensorMapReplaceAddress", self._cuda.CUtensorMap(_ptr=tensor_map), address)
 
     def edit(self, executable: Any, node: Any, launch: Any) -> None:
         """Have later replays launch a node with other arguments, which are copied. Those under way are not changed."""

@@ -1,7 +1,8 @@
 """Editor: points recordings at other tensors of the same shapes, another KV cache or other weights, without a capture.
 
-A recorded kernel holds the addresses of its arguments. The kernels of this project take them plainly, 8 bytes each, so
-they can be found and replaced in the executable graph: what takes milliseconds to capture takes microseconds to edit.
+A recorded kernel holds the addresses of its arguments. The kernels of this project take them plainly, 8 bytes each, or
+in tensor maps, which begin with one. So they can be found and replaced in the executable graph: what takes milliseconds
+to capture takes microseconds to edit. The rest of a tensor map is the driver's secret, so it writes the address there.
 Other kernels hide addresses inside structures (PyTorch's own, cuBLAS), of which nothing is known. They are searched as
 well, and one that holds an address which must change means that the recordings cannot be edited; so does a tensor that
 some recordings hold and others do not, for all run the same step.
@@ -28,6 +29,9 @@ Move = tuple[Tensor, Tensor]  # (what the recordings hold, what they shall hold)
 
 ALIGNMENT = 16
 """Kernels are compiled for arguments whose addresses are multiples of this, or are not."""
+
+MAP_ALIGNMENT = 64
+"""The driver takes tensor maps at multiples of this. Kernels have them at such offsets, so our block begins at one."""
 
 REMEDY = "use the fused kernels, or capture anew"
 
@@ -83,16 +87,20 @@ class _Call:
     def __init__(self, driver: Driver, executable: Any, node: Any, kernel: Kernel) -> None:
         self._driver, self._executable, self._node, self._kernel = driver, executable, node, kernel
         self._launch: Any = None
+        self._maps = {kernel.layout[index][0] for index in kernel.maps}
 
     def write(self, offset: int, address: int) -> None:
-        """Write one argument, for `send`."""
+        """Write one argument, for `send`. Raises: RuntimeError, with nothing written, if the driver refuses it."""
         if self._launch is None:
             self._copy()
-        ctypes.c_uint64.from_buffer(self._block, offset).value = address
+        if offset in self._maps:
+            self._driver.point(ctypes.addressof(self._block) + offset, address)
+        else:
+            ctypes.c_uint64.from_buffer(self._block, offset).value = address
 
     def _copy(self) -> None:
         layout = self._kernel.layout
-        self._block = ctypes.create_string_buffer(max(offset + size for offset, size in layout))
+        self._block = _aligned(max(offset + size for offset, size in layout))
         base = ctypes.addressof(self._block)
         for (offset, size), source in zip(layout, _pointers(self._kernel), strict=True):
             ctypes.memmove(base + offset, source, size)
@@ -102,6 +110,12 @@ class _Call:
     def send(self) -> None:
         """Give the executable graph the arguments that were written."""
         self._driver.edit(self._executable, self._node, self._launch)
+
+
+def _aligned(size: int) -> Any:
+    """Memory that begins at a multiple of MAP_ALIGNMENT."""
+    memory = ctypes.create_string_buffer(size + MAP_ALIGNMENT - 1)
+    return (ctypes.c_char * size).from_buffer(memory, -ctypes.addressof(memory) % MAP_ALIGNMENT)
 
 
 def _pointers(kernel: Kernel) -> Any:
@@ -155,15 +169,14 @@ class Editor:
         if not kernel.layout:
             return
         call = _Call(self._driver, executable, node, kernel)
-        for (offset, size), at in zip(kernel.layout, _pointers(kernel), strict=True):
-            if size == 8:
-                site = self._sites.setdefault(ctypes.c_uint64.from_address(at).value, _Site())
+        for index, ((offset, size), at) in enumerate(zip(kernel.layout, _pointers(kernel), strict=True)):
+            words = list((ctypes.c_uint64 * (size // 8)).from_address(at))
+            if size == 8 or index in kernel.maps:
+                site = self._sites.setdefault(words.pop(0), _Site())
                 site.arguments.append((call, offset))
                 site.recordings.add(recording)
-            elif size > 8:
-                words = (ctypes.c_uint64 * (size // 8)).from_address(at)
-                where = f"a kernel has it inside an argument of {size} bytes, as plain PyTorch operations do"
-                self._hidden |= dict.fromkeys(words, where)
+            where = f"a kernel has it inside an argument of {size} bytes, as plain PyTorch operations do"
+            self._hidden |= dict.fromkeys(words, where)
 
     def retarget(self, moves: Sequence[Move]) -> None:
         """Point all recordings at the new tensors of `moves`; what the recordings do not hold is not looked at.
@@ -175,12 +188,7 @@ class Editor:
         """
         check_moves(moves)
         found = self._find(_changes(moves))
-        calls: dict[_Call, None] = {}
-        for old, new in found:
-            for call, offset in self._sites[old].arguments:
-                call.write(offset, new)
-                calls[call] = None
-        self._send(list(calls), found)
+        self._edit(found)
         moved = [(new, self._sites.pop(old)) for old, new in found]
         for address, site in moved:
             other = self._sites.setdefault(address, _Site())
@@ -215,20 +223,26 @@ class Editor:
             )
         return found
 
-    def _send(self, calls: list[_Call], found: list[tuple[int, int]]) -> None:
-        sent = 0
+    def _edit(self, found: list[tuple[int, int]]) -> None:
+        """Write all that changes, then send it. What was done before a refusal is taken back. Raises: GraphError."""
+        edits = [(call, offset, old, new) for old, new in found for call, offset in self._sites[old].arguments]
+        calls = list(dict.fromkeys(call for call, *_ in edits))
+        written = sent = 0
         try:
+            for call, offset, _, new in edits:
+                call.write(offset, new)
+                written += 1
             for call in calls:
                 call.send()
                 sent += 1
         except RuntimeError as error:
-            for old, _ in found:
-                for call, offset in self._sites[old].arguments:
-                    call.write(offset, old)
+            number = calls.index(call) + 1
+            for call, offset, old, _ in edits[:written]:
+                call.write(offset, old)
             for call in calls[:sent]:
                 call.send()
             raise GraphError(
-                f"the driver refused to edit kernel {sent + 1} of {len(calls)} ({error}); the recordings are as they "
+                f"the driver refused to edit kernel {number} of {len(calls)} ({error}); the recordings are as they "
                 "were: capture anew"
             ) from error
 

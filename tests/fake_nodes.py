@@ -4,12 +4,20 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
-from minillm.graph_nodes import Kernel
+from minillm.graph_nodes import MAP_BYTES, Kernel
+
+
+class FakeMap(bytes):
+    """A tensor map: an address, and then words that only the driver understands. second: the first of those."""
+
+    def __new__(cls, address: int, second: int = 99) -> "FakeMap":
+        secret = bytes(range(100, 100 + MAP_BYTES - 16))
+        return super().__new__(cls, address.to_bytes(8, "little") + second.to_bytes(8, "little") + secret)
 
 
 @dataclass(eq=False)
 class FakeNode:
-    """A node. arguments: of a kernel, numbers of 8 bytes, or bytes; of a copy, addresses."""
+    """A node. arguments: of a kernel, numbers of 8 bytes, bytes, or maps; of a copy, addresses."""
 
     arguments: list[Any]
     type: str = "KERNEL"
@@ -22,11 +30,14 @@ class FakeNode:
 
     def kernel(self) -> Kernel:
         layout, offset = [], 0
-        for raw in self.raw:
+        maps = tuple(index for index, raw in enumerate(self.raw) if isinstance(raw, FakeMap))
+        for index, raw in enumerate(self.raw):
+            step = 64 if index in maps else 8
+            offset = -(-offset // step) * step
             layout.append((offset, len(raw)))
-            offset += -(-len(raw) // 8) * 8
+            offset += len(raw)
         at = ctypes.addressof(self._pointers) if self.raw and self.shows else 0
-        return Kernel(tuple(layout), at, self)
+        return Kernel(tuple(layout), at, self, maps)
 
     def unchanged(self) -> bool:
         """Whether nobody has written to the node's own memory."""
@@ -53,10 +64,14 @@ class FakeGraph:
 
 
 class FakeDriver:
-    """Refuses the edits whose numbers, counted from 0, are in `fail`."""
+    """Refuses the edits whose numbers, counted from 0, are in `fail`, and the changes of maps that are in `fail_maps`.
 
-    def __init__(self, fail: set[int] | None = None) -> None:
+    pointed: (map, address) of each change of a map that was asked for.
+    """
+
+    def __init__(self, fail: set[int] | None = None, fail_maps: set[int] | None = None) -> None:
         self.fail, self.edits, self.read = fail or set(), 0, 0
+        self.fail_maps, self.pointed = fail_maps or set(), list[tuple[int, int]]()
 
     def open(self, graph: FakeGraph) -> tuple[FakeGraph, list[FakeNode]]:
         return graph, graph.nodes
@@ -73,6 +88,12 @@ class FakeDriver:
 
     def launch(self, kernel: Kernel, arguments: int) -> tuple[Kernel, int]:
         return kernel, arguments
+
+    def point(self, tensor_map: int, address: int) -> None:
+        self.pointed.append((tensor_map, address))
+        if tensor_map % 64 or len(self.pointed) - 1 in self.fail_maps:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+        ctypes.c_uint64.from_address(tensor_map).value = address
 
     def edit(self, executable: FakeGraph, node: FakeNode, launch: tuple[Kernel, int]) -> None:
         self.edits += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nodes import FakeDriver, FakeGraph, FakeNode
+from fake_nodes import FakeDriver, FakeGraph, FakeMap, FakeNode
 from small import CONFIG, FakeBackend, parts
 
 from minillm.cache import KVCache
@@ -37,8 +37,10 @@ def editor(*recordings: list[FakeGraph], fail: set[int] | None = None) -> Editor
     return Editor(recordings, FakeDriver(fail))  # type: ignore[arg-type]
 
 
-def one(*nodes: FakeNode) -> tuple[FakeGraph, Editor, FakeDriver]:
-    graph, driver = FakeGraph(list(nodes)), FakeDriver()
+def one(
+    *nodes: FakeNode, fail: set[int] | None = None, fail_maps: set[int] | None = None
+) -> tuple[FakeGraph, Editor, FakeDriver]:
+    graph, driver = FakeGraph(list(nodes)), FakeDriver(fail, fail_maps)
     return graph, Editor([[graph]], driver), driver  # type: ignore[list-item]
 
 
@@ -216,6 +218,115 @@ def test_what_cannot_be_taken_back_is_no_graph_error() -> None:
         edit.retarget([(old, tensor())])
 
 
+# ---------------------------------------------------------------------- tensor maps
+
+
+def test_a_tensor_map_is_followed_there_and_back_by_the_driver_alone() -> None:
+    old, new = tensor(), tensor()
+    node, inside = kernel(FakeMap(old.data_ptr())), kernel(FakeMap(old.data_ptr() + 32))
+    graph, edit, driver = one(node, inside, kernel(FakeMap(OTHER)))
+    before = dict(graph.runs)
+    for _ in range(2):
+        edit.retarget([(old, new)])
+        assert graph.runs == before | {
+            node: [FakeMap(new.data_ptr())], inside: [FakeMap(new.data_ptr() + 32)]
+        }  # fmt: skip
+        edit.retarget([(new, old)])
+        assert graph.runs == before
+    there, back = ([t.data_ptr(), t.data_ptr() + 32] for t in (new, old))
+    assert [address for _, address in driver.pointed] == (there + back) * 2
+    assert all(n.unchanged() for n in graph.nodes)
+
+
+def test_a_kernel_may_take_one_tensor_plainly_and_another_by_a_map() -> None:
+    plain, mapped, new = tensor(), tensor(), [tensor(), tensor()]
+    node = kernel(plain.data_ptr(), FakeMap(mapped.data_ptr()), mapped.data_ptr() + 16, FakeMap(plain.data_ptr()))
+    graph, edit, driver = one(node)
+    edit.retarget(list(zip((plain, mapped), new, strict=True)))
+    a, b = (t.data_ptr() for t in new)
+    assert graph.runs[node] == [a.to_bytes(8, "little"), FakeMap(b), (b + 16).to_bytes(8, "little"), FakeMap(a)]
+    assert sorted(address for _, address in driver.pointed) == sorted([a, b])
+    assert driver.edits == 1
+
+
+def test_the_driver_gets_maps_where_it_takes_them() -> None:
+    """Plain memory begins at multiples of 16: that all of these were right by chance is out of the question."""
+    old = tensor()
+    _, edit, driver = one(*(kernel(OTHER, FakeMap(old.data_ptr())) for _ in range(32)))
+    edit.retarget([(old, tensor())])
+    assert {at % 64 for at, _ in driver.pointed} == {0}
+    assert len({at for at, _ in driver.pointed}) == 32
+
+
+def test_what_is_as_large_as_a_map_and_is_none_is_refused() -> None:
+    """As cuBLAS passes its own."""
+    old = tensor()
+    _, edit, driver = one(kernel(FakeMap(old.data_ptr())), kernel(bytes(FakeMap(old.data_ptr()))))
+    refused("inside an argument of 128 bytes", edit, (old, tensor()))
+    assert (driver.edits, driver.pointed) == (0, [])
+
+
+def test_an_address_in_the_rest_of_a_map_is_refused() -> None:
+    """Where the driver keeps something else than was thought."""
+    old = tensor()
+    _, edit, _ = one(kernel(old.data_ptr()), kernel(FakeMap(OTHER, second=old.data_ptr())))
+    refused("inside an argument of 128 bytes", edit, (old, tensor()))
+
+
+def test_a_map_that_only_some_recordings_have_is_refused() -> None:
+    old = tensor()
+    graphs = [FakeGraph([kernel(FakeMap(old.data_ptr()))]), FakeGraph([kernel(FakeMap(OTHER))])]
+    refused("only 1 of the 2 recordings", editor(*([g] for g in graphs)), (old, tensor()))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_map_that_the_driver_refuses_to_change_leaves_all_as_it_was(at: int) -> None:
+    old, new = tensor(), tensor()
+    graph, edit, driver = one(
+        *(kernel(old.data_ptr(), FakeMap(old.data_ptr() + 16)) for _ in range(5)), fail_maps={at}
+    )  # fmt: skip
+    before = dict(graph.runs)
+    refused(f"edit kernel {at + 1} of 5 .CUDA_ERROR_INVALID_VALUE.; the recordings are as they were", edit, (old, new))
+    assert graph.runs == before
+    assert driver.edits == 0
+    maps = [address for _, address in driver.pointed]
+    assert maps == [new.data_ptr() + 16] * (at + 1) + [old.data_ptr() + 16] * at
+    edit.retarget([(old, new)])
+    after = [new.data_ptr().to_bytes(8, "little"), FakeMap(new.data_ptr() + 16)]
+    assert list(graph.runs.values()) == [after] * 5
+
+
+def test_plain_arguments_written_before_a_refused_map_are_not_sent_later() -> None:
+    """The next change sends the whole kernel: what was refused must not come along."""
+    first, second, new = tensor(), tensor(), tensor()
+    low, high = sorted((first, second), key=torch.Tensor.data_ptr)
+    node = kernel(low.data_ptr(), FakeMap(high.data_ptr()), OTHER)
+    graph, edit, _ = one(node, fail_maps={0})
+    refused("edit kernel 1 of 1", edit, (low, tensor()), (high, tensor()))
+    edit.retarget([(high, new)])
+    assert graph.runs[node] == [
+        low.data_ptr().to_bytes(8, "little"), FakeMap(new.data_ptr()), OTHER.to_bytes(8, "little")
+    ]  # fmt: skip
+
+
+def test_a_refused_edit_puts_maps_back_by_the_driver() -> None:
+    old, new = tensor(), tensor()
+    graph, edit, driver = one(*(kernel(FakeMap(old.data_ptr())) for _ in range(3)), fail={1})
+    before = dict(graph.runs)
+    refused("edit kernel 2 of 3", edit, (old, new))
+    assert graph.runs == before
+    assert [address for _, address in driver.pointed] == [new.data_ptr()] * 3 + [old.data_ptr()] * 3
+    edit.retarget([(old, new)])
+    assert list(graph.runs.values()) == [[FakeMap(new.data_ptr())]] * 3
+
+
+def test_a_map_that_cannot_be_put_back_is_no_graph_error() -> None:
+    old = tensor()
+    _, edit, _ = one(*(kernel(FakeMap(old.data_ptr())) for _ in range(3)), fail_maps={2, 3})
+    with pytest.raises(RuntimeError, match="CUDA_ERROR"):
+        edit.retarget([(old, tensor())])
+
+
 # ---------------------------------------------------------------------- the runner
 
 
@@ -352,12 +463,56 @@ def test_the_adapter_speaks_to_the_driver_as_cuda_bindings_does(monkeypatch: pyt
     assert sent == [(60, 0, launch), (60, 1, launch)]
 
 
+def test_the_adapter_knows_tensor_maps_by_size_and_name_and_has_the_driver_change_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = [(0, 8), (64, 128), (192, 4), (256, 128)]
+    names = {1: b"linear_kernel", 2: b"cutlass_kernel", 3: b"not_linear_kernel", 4: None, 5: b"best_logits_kernel"}
+    asked, pointed = [], []
+
+    def info(handle: int, index: int) -> tuple:
+        known = sizes[:1] if handle == 6 else sizes
+        if index == len(known):
+            return Result.CUDA_ERROR_INVALID_VALUE, None, None
+        return (Result.CUDA_SUCCESS, *known[index])
+
+    def name(kind: str, handle: int) -> tuple:
+        asked.append((kind, handle))
+        return (Result.CUDA_SUCCESS, names[handle]) if handle in names else (Result.CUDA_ERROR_INVALID_HANDLE, None)
+
+    def replace(tensor_map: tuple, address: int) -> tuple:
+        pointed.append((tensor_map, address))
+        return (Result(address % 2),)
+
+    cuda = types.SimpleNamespace(
+        CUresult=Result, cuFuncGetParamInfo=info, cuKernelGetParamInfo=info,
+        cuFuncGetName=lambda handle: name("func", handle), cuKernelGetName=lambda handle: name("kern", handle),
+        cuGraphKernelNodeGetParams=lambda launch: (Result.CUDA_SUCCESS, launch),
+        CUtensorMap=lambda _ptr: ("map", _ptr), cuTensorMapReplaceAddress=replace,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", cuda)
+    driver = CudaDriver()
+
+    def maps(func: int = 0, kern: int = 0) -> tuple[int, ...]:
+        return driver.kernel(types.SimpleNamespace(func=func, kern=kern, kernelParams=1)).maps
+
+    assert [maps(1), maps(2), maps(3), maps(4), maps(1)] == [(1, 3), (), (), (), (1, 3)]
+    assert (maps(kern=5), maps(6)) == ((1, 3), ())
+    assert asked == [("func", 1), ("func", 2), ("func", 3), ("func", 4), ("kern", 5)]  # once each, and if it matters
+    with pytest.raises(RuntimeError, match="cuFuncGetName: CUDA_ERROR_INVALID_HANDLE"):
+        maps(7)
+    driver.point(4096, 512)
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: CUDA_ERROR_INVALID_VALUE"):
+        driver.point(4096, 513)
+    assert pointed == [(("map", 4096), 512), (("map", 4096), 513)]
+
+
 def test_the_real_cuda_bindings_have_what_is_used() -> None:
     cuda = pytest.importorskip("cuda.bindings.driver")
     for name in (
         "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams", "cuFuncGetParamInfo",
         "cuKernelGetParamInfo", "cuGraphMemsetNodeGetParams", "cuGraphMemcpyNodeGetParams",
-        "cuGraphExecKernelNodeSetParams",
+        "cuGraphExecKernelNodeSetParams", "cuFuncGetName", "cuKernelGetName", "cuTensorMapReplaceAddress",
     ):  # fmt: skip
         assert callable(getattr(cuda, name))
     kinds = {kind.name.removeprefix("CU_GRAPH_NODE_TYPE_") for kind in cuda.CUgraphNodeType}
@@ -369,6 +524,7 @@ def test_the_real_cuda_bindings_have_what_is_used() -> None:
     assert (int(launch.func), int(launch.kernelParams), int(launch.kern)) == (1 << 40, 1 << 41, 0)
     assert all(int(getattr(cuda.CUDA_MEMCPY3D(), n)) == 0 for n in ("srcDevice", "dstDevice", "srcHost", "dstHost"))
     assert int(cuda.CUDA_MEMSET_NODE_PARAMS().dst) == 0
+    assert cuda.CUtensorMap(_ptr=1 << 41).getPtr() == 1 << 41  # memory of ours, and no copy of it
 
 
 # ---------------------------------------------------------------------- the engine
