@@ -134,14 +134,16 @@ def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
             (16, 256, 1), (16, 512, 1), (16, 256, 2), (16, 512, 2), (16, 1024, 2), (16, 512, 4), (16, 1024, 4),
             (32, 128, 2), (32, 256, 2), (32, 512, 2), (32, 128, 4), (32, 256, 4), (32, 512, 4),
             (64, 64, 2), (64, 128, 2), (64, 64, 4), (64, 128, 4), (64, 256, 4), (64, 256, 8),
-            (64, 512, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8),
+            (64, 512, 4), (64, 512, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (128, 256, 8),
+            (256, 64, 8), (256, 128, 8),
         ]  # fmt: skip
         in_parts = [
             (32, 128, 2, 2), (32, 256, 2, 2), (32, 256, 4, 2), (32, 128, 2, 4), (32, 256, 4, 4), (64, 128, 4, 2),
             (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
             (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8), (16, 512, 4, 4),
             (32, 512, 4, 4), (32, 512, 8, 4), (32, 128, 4, 8), (32, 256, 4, 8), (32, 256, 8, 8), (64, 512, 8, 4),
-            (64, 128, 8, 8), (64, 256, 8, 8), (128, 128, 8, 8), (128, 256, 8, 8),
+            (64, 128, 8, 8), (64, 256, 8, 8), (128, 128, 8, 8), (128, 256, 8, 8), (64, 512, 4, 2), (64, 512, 4, 4),
+            (64, 1024, 8, 2), (64, 256, 8, 4), (128, 256, 8, 2), (128, 256, 8, 4), (128, 512, 8, 4),
         ]  # fmt: skip
         in_groups = [
             (16, 64, 4, 1, 4), (16, 128, 4, 1, 4), (16, 256, 4, 1, 4), (16, 64, 8, 1, 8), (16, 128, 8, 1, 8),
@@ -171,7 +173,7 @@ def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
 
 def worth_a_trial(tile: launch.Tile, columns: int, size: int, m: int) -> bool:
     """Whether little of its work is padding, the activations find registers, and there are programs for half a GPU."""
-    fits = m * tile.columns * tile.groups <= 2048 * tile.warps
+    fits = m * tile.columns * tile.groups <= 4096 * tile.warps
     few_padded = -(-columns // tile.columns) * tile.columns <= 1.4 * columns
     return few_padded and fits and (tile.rows == 16 or size * tile.parts >= 60 * tile.rows)
 
@@ -227,7 +229,8 @@ def compile_trial(config: ModelConfig, rows: int, plain_rows: int, trial: Trial)
     one_layer = replace(config, num_hidden_layers=1)
     meta, dtype = torch.device("meta"), torch.bfloat16
     ops = CompileOnly(one_layer, rows, SLOTS, meta)
-    ops.pdl, ops.trial = torch.cuda.get_device_capability() >= (9, 0), trial
+    ops.pdl = ops.tma = torch.cuda.get_device_capability() >= (9, 0)
+    ops.trial = trial
     model = Llama(one_layer, allocate(one_layer, meta, dtype), SLOTS, ops)
     state = DecodeState.allocate(rows, config.vocab_size, meta)
     decode_step(model, KVCache(one_layer, rows, SLOTS, meta, dtype), state, SLOTS, Mode.GREEDY)

@@ -101,11 +101,30 @@ class Llama:
         """
         if self.one_row is not None and state.rows.shape[0] == 1:
             return self.one_row.decode(state, cache)
-        ops = self._decode_ops
-        first = self.weights.layers[0].input_norm
+        return self._logits(self._decode_ops, self._stream(state, cache, kv_len, after_layer))
+
+    @torch.inference_mode()
+    def decode_to_best(
+        self, state: DecodeState, cache: KVCache, kv_len: int, after_layer: Callable[[int], None] | None = None
+    ) -> bool:
+        """A whole greedy step without logits, where kernels do that for n rows: as `decode` and `finish_step`.
+
+        Returns: whether it was done. If not, nothing was.
+        """
+        if self.fused is None or not self.fused.finds_best(state.rows.shape[0]):
+            return False
+        x, w = self._stream(state, cache, kv_len, after_layer), self.weights
+        self.fused.advance_to_best(x, w.norm, w.lm_head, self.config.rms_norm_eps, state)
+        return True
+
+    def _stream(
+        self, state: DecodeState, cache: KVCache, kv_len: int, after_layer: Callable[[int], None] | None
+    ) -> Tensor:
+        """The residual stream [n, hidden] after all layers, of the tokens that the rows feed."""
+        ops, first = self._decode_ops, self.weights.layers[0].input_norm
         x, rope, slots = ops.begin(state, self.weights.embed, self.rope, cache.scratch_slot, first)
         attend = ops.row_attention(state, kv_len)
-        return self._logits(ops, self._layers(ops, x, rope, state.rows, slots, cache, attend, after_layer))
+        return self._layers(ops, x, rope, state.rows, slots, cache, attend, after_layer)
 
     def _layers(
         self, ops: LayerOps, x: Tensor, rope: Tensor, rows: Tensor, slots: Tensor, cache: KVCache, attend: Attend,

@@ -41,7 +41,8 @@ def decode_step(
         kv_len: how much of the cache attention reads; more than every active row's position.
         after_layer: called after each layer with the number of layers done.
     """
-    finish_step(model, model.decode(state, cache, kv_len, after_layer), state, mode)
+    if mode != Mode.GREEDY or not model.decode_to_best(state, cache, kv_len, after_layer):
+        finish_step(model, model.decode(state, cache, kv_len, after_layer), state, mode)
 
 
 def finish_step(model: Llama, logits: torch.Tensor, state: DecodeState, mode: Mode) -> None:

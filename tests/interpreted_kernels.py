@@ -19,7 +19,8 @@ from minillm import sampling
 from minillm.cache import KVCache
 from minillm.kernels import draw, launch, reference, table
 from minillm.kernels import fused as fused_module
-from minillm.kernels.fused import BLOCK, CHUNK, FusedOps
+from minillm.kernels.fused import BLOCK, FusedOps
+from minillm.kernels.scratch import CHUNK
 from minillm.model import Llama
 from minillm.sampling import Mode, SamplingParams
 from minillm.state import BROKEN, DecodeState
@@ -46,25 +47,16 @@ def fused(cfg, splits=launch.Splits(4, 16, 4), max_rows: int = 8) -> FusedOps:  
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "splits", lambda *_: splits)
         ops = FusedOps(cfg, max_rows, LENGTH, CPU)
-    for scratch in (
-        ops.parts,
-        ops.maxima,
-        ops.sums,
-        ops.peaks,
-        ops.exponentials,
-        ops.tops,
-        ops.best,
-        ops.squares,
-        ops.product_parts,
-    ):
-        scratch.fill_(math.nan)
+    for scratch in vars(ops.scratch).values():
+        if scratch.dtype == torch.float32:
+            scratch.fill_(math.nan)
     return ops
 
 
 def assert_counters_reset(ops: FusedOps) -> None:
-    assert not ops.head_counters.any()
-    assert not ops.block_counters.any()
-    assert not ops.row_counters.any()
+    assert not ops.scratch.head_counters.any()
+    assert not ops.scratch.block_counters.any()
+    assert not ops.scratch.row_counters.any()
 
 
 @pytest.mark.parametrize(("hidden", "head_dim"), [(64, 64), (BLOCK, 80), (2 * BLOCK + 16, 128)])
@@ -101,45 +93,53 @@ def test_linear_residual(columns: int, n: int, dtype: torch.dtype, biased: bool)
     assert_close(got, cases.linear_residual(y, weight, bias, x))
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize(("columns", "n"), [(64, 5), (576, 17), (1536, 32)])
-def test_tensor_cores(columns: int, n: int) -> None:
+def test_tensor_cores(columns: int, n: int, maps: bool) -> None:
     """From 5 rows on; float16, because the interpreter has no bfloat16 matrix product."""
     weight = cases.random(1, CPU, FP16, 40, columns, scale=columns**-0.5)
     y, x = cases.random(3, CPU, FP16, n, columns), cases.random(4, CPU, FP16, n, 40)
+    ops = fused(cases.config())
+    ops.tma = maps
     with cases.poisoned_outputs():
-        got = fused(cases.config()).linear_residual(y, weight, None, x)
+        got = ops.linear_residual(y, weight, None, x)
     assert_close(got, cases.linear_residual(y, weight, None, x))
 
 
 # parts that divide the columns; a masked last part; parts that have no column at all
 @pytest.mark.parametrize(("columns", "parts"), [(256, 2), (576, 4), (576, 8)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_columns_in_parts(columns: int, parts: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("biased", "maps"), [(False, False), (True, True)])
+def test_columns_in_parts(columns: int, parts: int, biased: bool, maps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, because the first leaves the counters for the second; the parts of the first are poison by then."""
     monkeypatch.setitem(table.TILES, (columns, 64, 8), (32, 128, 4, parts))
     weight = cases.random(1, CPU, FP16, 64, columns, scale=columns**-0.5)
     bias = cases.random(2, CPU, FP16, 64) if biased else None
     y, x = cases.random(3, CPU, FP16, 6, columns), cases.random(4, CPU, FP16, 6, 64)
     ops = fused(cases.config(hidden_size=64))
+    ops.tma = maps
     for _ in range(2):
-        ops.product_parts.fill_(math.nan)
+        ops.scratch.product_parts.fill_(math.nan)
         with cases.poisoned_outputs():
             got = ops.linear_residual(y, weight, bias, x)
         assert_close(got, cases.linear_residual(y, weight, bias, x))
-        assert not ops.block_counters.any()
+        assert not ops.scratch.block_counters.any()
 
 
 # groups that divide the columns; a masked last group; groups that have no column at all; in parts besides
 @pytest.mark.parametrize(("columns", "parts", "groups"), [(512, 1, 4), (576, 1, 8), (192, 1, 8), (1152, 2, 4)])
-@pytest.mark.parametrize("n", [6, 17])
-def test_columns_in_groups(columns: int, parts: int, groups: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("n", "maps"), [(6, False), (17, False), (6, True)])
+def test_columns_in_groups(
+    columns: int, parts: int, groups: int, n: int, maps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of rows that end in the middle of a program."""
     monkeypatch.setitem(table.TILES, (columns, 40, launch.row_bucket(n)), (16, 64, groups, parts, groups))
     weight = cases.random(1, CPU, FP16, 40, columns, scale=columns**-0.5)
     bias = cases.random(2, CPU, FP16, 40)
     y, x = cases.random(3, CPU, FP16, n, columns), cases.random(4, CPU, FP16, n, 40)
+    ops = fused(cases.config(hidden_size=40), max_rows=32)
+    ops.tma = maps
     with cases.poisoned_outputs():
-        got = fused(cases.config(hidden_size=40), max_rows=32).linear_residual(y, weight, bias, x)
+        got = ops.linear_residual(y, weight, bias, x)
     assert_close(got, cases.linear_residual(y, weight, bias, x))
 
 
@@ -373,6 +373,41 @@ def test_long_attention(heads: int, kv_heads: int, head_dim: int, positions: lis
         want = cases.attention(q, kv, positions)
         assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
         assert_counters_reset(ops)
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "kv_heads", "head_dim", "parts"),
+    [("llama", 4, 2, 64, 1), ("llama", 3, 1, 80, 2), ("qwen2", 4, 2, 64, 4), ("qwen2", 9, 1, 64, 1)],
+)
+@pytest.mark.parametrize("maps", [False, True])
+def test_attention_that_finishes_the_projection(
+    family: str, heads: int, kv_heads: int, head_dim: int, parts: int, maps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 rows: one token, the borders of tiles and splits, and two padding rows. In parts as in bfloat16 on a GPU."""
+    monkeypatch.setattr(fused_module, "PREPARED", (FP16,))
+    sizes = {"hidden_size": 144, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    cfg, size = cases.config(**sizes, **FAMILIES[family]), (heads + 2 * kv_heads) * head_dim
+    monkeypatch.setitem(table.TILES, (144, size, 8), (64, 32, 4, parts))
+    ops = fused(cfg, launch.Splits(1, 16, 4))
+    ops.tma = maps
+    state = cases.state_at([0, 1, 15, 16, 31, 32, 70, LENGTH - 1], 97, CPU)
+    state.active[[3, 6]] = False
+    past = torch.where(state.active, state.positions, 0).sub(1).tolist()
+    kv = cases.poisoned_cache(2, CPU, FP16, 8, kv_heads, LENGTH + 1, head_dim, past)
+    angles = torch.rand(LENGTH, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    layer, embed = cases.random_layer(cfg, 1, CPU, FP16), cases.random(3, CPU, FP16, 97, 144)
+    cases.check_attention_that_finishes(ops, cfg, layer, embed, kv, state, angles)
+
+
+@pytest.mark.parametrize("n", [6, 17])
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_greedy_step_without_logits(n: int, maps: bool) -> None:
+    """Equal logits all over the vocabulary, of which the first counts; rows that end. Vocabularies end in a program."""
+    cfg = cases.config(vocab_size=97)
+    ops, weight = fused(cfg, max_rows=n), cases.random(1, CPU, FP16, 31, 64)[torch.arange(97) * 7 % 31].contiguous()
+    ops.tma = maps
+    x, state = cases.random(2, CPU, FP16, n, 64), cases.sampled_state(n, 97, CPU, 3)
+    cases.check_best(ops, x, torch.ones(64, dtype=FP16), weight, EPS, state)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "number"), [(2, 1, 1), (3, 1, 2), (7, 1, 1), (4, 2, 4)])

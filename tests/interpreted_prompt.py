@@ -223,7 +223,7 @@ def test_placed_attention_in_splits(
         with cases.poisoned_outputs():
             got = ops.prompt.placed_attention(torch.tensor([1, start, count]))(padded, kv)
         assert not got[count:].any()
-        assert not ops.chunk_counters.any()
+        assert not ops.scratch.chunk_counters.any()
         for index in range(0, count, 4):
             want = cases.attention(q[index, None], kv[:, 1, None], [start + index])
             assert (got[index].double() - want[0]).abs().max() < 3 * torch.finfo(FP16).eps * want.abs().max()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minillm.config import ModelConfig
+from minillm.kernels.fused import FusedOps
 from minillm.sampling import SamplingParams
 from minillm.state import DecodeState
 from minillm.weights import LayerWeights, Weights, allocate
@@ -158,6 +159,48 @@ def poisoned_cache(
     for row in range(rows):
         kv[:, row, :, (positions[row] + 1 if row < len(positions) else 0) :] = math.nan
     return kv
+
+
+def check_attention_that_finishes(
+    ops: FusedOps, cfg: ModelConfig, layer: LayerWeights, embed: Tensor, kv: Tensor, state: DecodeState, angles: Tensor
+) -> None:
+    """The start of a step as the model runs it: rows of `begin`, a projection left in summands, and attention of it.
+
+    k and v must stand in their slots, and every other bit of the cache be as it was. Of rows that are not active only
+    the cache counts. angles: [slots - 1, D / 2]. The bounds: q, k, v and the probabilities are each rounded once.
+    """
+    heads, kv_heads, scratch_slot = cfg.num_attention_heads, cfg.num_key_value_heads, kv.shape[3] - 1
+    eps = torch.finfo(kv.dtype).eps
+    rope_table = torch.polar(torch.ones_like(angles), angles)
+    active, positions = state.active.clone(), torch.where(state.active, state.positions, 0)
+    before, rows = kv.clone(), torch.arange(len(positions), device=kv.device)
+    with poisoned_outputs():
+        x, rope, slots = ops.begin(state, embed, rope_table, scratch_slot, layer.input_norm)
+        attend = ops.row_attention(state, scratch_slot)
+        q = ops.qkv_rope_append(x, layer, rope, cfg.rms_norm_eps, kv, state.rows, slots, cfg.head_dim)
+        assert q.dtype == torch.float32, "the projection was finished by its own kernel"
+        got = attend(q, kv).double()
+    q, k, v = qkv(x, layer, angles[positions], cfg.rms_norm_eps, heads, kv_heads)
+    for mine, want in zip(kv[:, rows, :, slots].unbind(1), (k, v), strict=True):
+        assert ((mine.double() - want).abs().amax(-1) <= 3 * eps * want.abs().amax(-1)).all()
+    want = attention(q.to(kv.dtype), kv, positions.tolist())
+    assert ((got - want)[active].abs() <= 6 * eps * want[active].abs().max()).all()
+    kv[:, rows, :, slots] = before[:, rows, :, slots]
+    assert torch.equal(kv.view(torch.int16), before.view(torch.int16))
+    assert not ops.scratch.head_counters.any()
+
+
+def check_best(ops: FusedOps, x: Tensor, norm: Tensor, weight: Tensor, eps: float, state: DecodeState) -> None:
+    """A greedy step that ends without logits is one that ends with them: the same product, so every bit is the same."""
+    got, want = copy_of(state), copy_of(state)
+    for scratch in (ops.scratch.best, ops.scratch.tops):
+        scratch.fill_(math.nan)
+    with poisoned_outputs():
+        ops.greedy_finish(ops.norm_logits(x, norm, weight, eps), want)
+    ops.scratch.best.fill_(math.nan)
+    ops.advance_to_best(x, norm, weight, eps, got)
+    for name, value in vars(want).items():
+        assert torch.equal(getattr(got, name), value), name
 
 
 def assert_close(got: Tensor, want: Tensor, roundings: float = 1.0) -> None:

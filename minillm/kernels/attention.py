@@ -12,9 +12,9 @@ Two ways to work on a split, chosen by the length of the row:
 
 - short: one program a query head, plain float32 products. The heads that share K and V each read them, the later ones
   from the L2 cache. That is many small programs, and at short lengths time is latency, not bytes.
-- long: one program for all query heads that share K and V, which are read once; products on tensor cores, whose tiles
-  have 16 rows at least, so that spare ones are zero. The splits are as many times finer as a group has heads. Many rows
-  of any length are read this way too: there are programs enough then, and the bytes are what takes the time.
+- long (`group.py`): one program for all query heads that share K and V, which are read once; products on tensor cores.
+  The splits are as many times finer as a group has heads. Many rows of any length are read this way too: there are
+  programs enough then, and the bytes are what takes the time.
 
 Both request their first tile before the wait (`sync.py`): all but the newest token was written by earlier steps.
 
@@ -25,23 +25,23 @@ the ordinary kernel (one without PDL) that starts a step, and ordinary kernels a
 import triton
 import triton.language as tl
 
-from .sync import allow_next, last_to_arrive, wait_for_previous, wait_in_a_loop
+from .group import NEVER, long_way, share
+from .sync import allow_next, last_to_arrive, wait_for_previous
 
 # mypy: ignore-errors
 
-NEVER = tl.constexpr(-1e30)  # a score that means "not there"; finite, so that no difference of two is NaN
 
-
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def attention_kernel(
-    q, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, heads, kv_heads, S, q_row, scale,
-    long_from,
+    q, qkv, bias, rope, slots, k_cache, v_cache, positions, active, parts, maxima, sums, counters, out, n, heads,
+    kv_heads, S, q_row, scale, long_from,
     D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, SPLITS: tl.constexpr, LONG: tl.constexpr,
-    BT: tl.constexpr, WAY: tl.constexpr, PDL: tl.constexpr,
+    BT: tl.constexpr, WAY: tl.constexpr, SUMMANDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
-    q, out: [rows, heads, D], the rows of q lie q_row elements apart, for q may be a part of q, k and v;
+    q, out: [rows, heads, D], the rows of q lie q_row elements apart, for q may be a part of q, k and v; or q is None,
+    with the long way alone: then see `group.finish_heads` for qkv, bias, rope, n and SUMMANDS, else 0; slots [n];
     k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
     active: bytes [rows], 0 for padding, which stands at position 0.
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32
@@ -55,9 +55,10 @@ def attention_kernel(
     length = tl.where(tl.load(active + row) != 0, tl.load(positions + row), 0).to(tl.int32) + 1
     start = (row * kv_heads + kv_head).to(tl.int64) * S * D
     at = row * heads + head
-    q += row.to(tl.int64) * (q_row - heads * D)  # so that q + at * D is the query of this head
+    if SUMMANDS == 0:
+        q += row.to(tl.int64) * (q_row - heads * D)  # so that q + at * D is the query of this head
     k_head, v_head = k_cache + start, v_cache + start
-    group_at, group_split = at - head % GROUP, split * GROUP + head % GROUP
+    group_split = split * GROUP + head % GROUP
     if WAY == 0:
         short_way(
             q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
@@ -65,8 +66,8 @@ def attention_kernel(
         )  # fmt: skip
     elif WAY == 1:
         long_way(
-            q, k_head, v_head, parts, maxima, sums, counters, out, group_at, group_split, length, scale,
-            D, DP, GROUP, GP, LONG, BT, PDL,
+            q, qkv, bias, rope, slots, k_head, v_head, parts, maxima, sums, counters, out, row, kv_head, group_split,
+            length, n, heads, kv_heads, scale, D, DP, GROUP, GP, LONG, BT, SUMMANDS, PDL,
         )  # fmt: skip
     elif length < long_from:
         short_way(
@@ -75,8 +76,8 @@ def attention_kernel(
         )  # fmt: skip
     else:
         long_way(
-            q, k_head, v_head, parts, maxima, sums, counters, out, group_at, group_split, length, scale,
-            D, DP, GROUP, GP, LONG, BT, PDL,
+            q, qkv, bias, rope, slots, k_head, v_head, parts, maxima, sums, counters, out, row, kv_head, group_split,
+            length, n, heads, kv_heads, scale, D, DP, GROUP, GP, LONG, BT, SUMMANDS, PDL,
         )  # fmt: skip
 
 
@@ -95,31 +96,6 @@ def short_way(
     if (splits > 1) & (split < splits):  # noqa: SIM102, `and` would count programs in that take no part
         if last_to_arrive(counters + at, splits):
             merge(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, SPLITS)
-
-
-@triton.jit
-def long_way(
-    q, k_head, v_head, parts, maxima, sums, counters, out, at, split, length, scale,
-    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """One split of the GROUP query heads from number `at` on."""
-    tokens, splits = share(length, LONG, BT)
-    first, line = split * tokens, at * LONG
-    one_group(
-        q + at * D, k_head, v_head, parts + (line + split) * D, maxima + line + split, sums + line + split,
-        length, first, tl.minimum(first + tokens, length), scale, D, DP, GROUP, GP, LONG, BT, PDL,
-    )  # fmt: skip
-    if split < splits:  # noqa: SIM102, as above
-        if last_to_arrive(counters + at, splits):
-            merge_group(parts + line * D, maxima + line, sums + line, out + at * D, splits, D, DP, GROUP, LONG)
-
-
-@triton.jit
-def share(length, SPLITS: tl.constexpr, BT: tl.constexpr):
-    """(tokens a split, in whole tiles; how many splits have any)."""
-    tokens = tl.cdiv(tl.cdiv(length, BT), SPLITS) * BT
-    return tokens, tl.cdiv(length, tokens)
 
 
 @triton.jit
@@ -172,62 +148,6 @@ def one_head(
 
 
 @triton.jit
-def one_group(
-    q, k_head, v_head, part, maximum, total, length, first, end, scale,
-    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr, LONG: tl.constexpr, BT: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Tokens first .. end - 1 for the GROUP query heads that share them; their parts stand LONG apart.
-
-    It waits in the first turn of its loop, of which there is one at least, for the reason that `gemm.py` gives: the
-    tiles of K and V that the loop reads are of earlier steps, and may be on their way before. The newest token is not
-    among them, and is added after the loop.
-    """
-    d = tl.arange(0, DP)
-    g = tl.arange(0, GP)
-    wide = d < D
-    real = (g < GROUP)[:, None] & wide[None, :]
-    newest = length - 1
-    past = tl.minimum(end, newest)
-    query = tl.zeros((GP, DP), q.dtype.element_ty)
-    new_k, new_v = tl.zeros((DP,), q.dtype.element_ty), tl.zeros((DP,), q.dtype.element_ty)
-    m = tl.full((GP,), NEVER, tl.float32)
-    l = tl.zeros((GP,), tl.float32)  # noqa: E741
-    acc = tl.zeros((GP, DP), tl.float32)
-    for t0 in tl.range(first, tl.maximum(past, first + 1), BT, num_stages=3):
-        t = t0 + tl.arange(0, BT)
-        tile = t[:, None] * D + d[None, :]
-        inside = (t < past)[:, None] & wide[None, :]
-        k = tl.load(k_head + tile, mask=inside, other=0.0)  # [BT, DP]
-        v = tl.load(v_head + tile, mask=inside, other=0.0)
-        if t0 == first:
-            wait_in_a_loop(PDL)
-            query = tl.load(q + g[:, None] * D + d[None, :], mask=real, other=0.0)  # [GP, DP]
-            new_k = tl.load(k_head + newest * D + d, mask=wide, other=0.0)
-            new_v = tl.load(v_head + newest * D + d, mask=wide, other=0.0)
-        there = (t < past)[None, :]
-        score = tl.where(there, tl.dot(query, tl.trans(k)) * scale, NEVER)  # [GP, BT]
-        higher = tl.maximum(m, tl.max(score, 1))
-        p = tl.where(there, tl.exp(score - higher[:, None]), 0.0)  # where no token is, all differences are zero
-        shrink = tl.exp(m - higher)
-        l = l * shrink + tl.sum(p, 1)  # noqa: E741
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
-        m = higher
-    if first < end:
-        if end == length:
-            score = tl.sum(query.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale  # [GP]
-            higher = tl.maximum(m, score)
-            p = tl.exp(score - higher)
-            shrink = tl.exp(m - higher)
-            l = l * shrink + p  # noqa: E741
-            acc = acc * shrink[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
-            m = higher
-        tl.store(part + g[:, None] * (LONG * D) + d[None, :], acc, mask=real)
-        tl.store(maximum + g * LONG, m, mask=g < GROUP)
-        tl.store(total + g * LONG, l, mask=g < GROUP)
-
-
-@triton.jit
 def merge(parts, maxima, sums, out, splits, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
     """The weighted mean of the splits of one head; what stands beyond `splits` is never read."""
     s = tl.arange(0, SPLITS)
@@ -240,32 +160,3 @@ def merge(parts, maxima, sums, out, splits, D: tl.constexpr, DP: tl.constexpr, S
     weight = tl.exp(m - tl.max(m, 0))
     result = tl.sum(part * weight[:, None], 0) / tl.sum(l * weight, 0)
     tl.store(out + d, result.to(out.dtype.element_ty), mask=d < D)
-
-
-@triton.jit
-def merge_group(
-    parts, maxima, sums, out, splits,
-    D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr, LONG: tl.constexpr,
-):  # fmt: skip
-    """`merge` for GROUP heads, as many at once as a program has registers for: one after the other they would wait for
-    their reads one after the other."""
-    AT_ONCE: tl.constexpr = min(tl.constexpr(2 ** (GROUP - 1).bit_length()), max(1, 8192 // (LONG * DP)))
-    s = tl.arange(0, LONG)
-    d = tl.arange(0, DP)
-    for first in tl.static_range(0, GROUP, AT_ONCE):
-        g = first + tl.arange(0, AT_ONCE)
-        line = g[:, None] * LONG + s[None, :]
-        there = (g < GROUP)[:, None] & (s < splits)[None, :]  # [AT_ONCE, LONG]
-        m = tl.load(maxima + line, mask=there, other=NEVER, cache_modifier=".cg")
-        l = tl.load(sums + line, mask=there, other=0.0, cache_modifier=".cg")  # noqa: E741
-        inside = there[:, :, None] & (d < D)[None, None, :]
-        part = tl.load(
-            parts + line[:, :, None] * D + d[None, None, :], mask=inside, other=0.0, cache_modifier=".cg"
-        )  # [AT_ONCE, LONG, DP]
-        weight = tl.exp(m - tl.max(m, 1)[:, None])
-        total = tl.sum(l * weight, 1)
-        result = tl.sum(part * weight[:, :, None], 1) / tl.where(g < GROUP, total, 1.0)[:, None]
-        tl.store(
-            out + g[:, None] * D + d[None, :], result.to(out.dtype.element_ty),
-            mask=(g < GROUP)[:, None] & (d < D)[None, :],
-        )  # fmt: skip

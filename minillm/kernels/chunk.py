@@ -14,7 +14,7 @@ launched in the ordinary way, after the kernel that writes the chunk's own K and
 import triton
 import triton.language as tl
 
-from .attention import NEVER, share
+from .group import NEVER, share
 from .sync import last_to_arrive
 
 # mypy: ignore-errors

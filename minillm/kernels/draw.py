@@ -88,7 +88,7 @@ def draw_kernel(
     score = tl.where(score < least, float("-inf"), score) + noise
     store_best(score, i, best, index, row * CHUNKS + chunk, vocab)
     if last_to_arrive(counters + row, tl.num_programs(0)):
-        _, token = load_best(best, index, row * CHUNKS, vocab, CHUNKS)
+        _, token = load_best(best, index, row * CHUNKS, tl.num_programs(0), vocab, CHUNKS)
         peak_of = tl.load(peaks + row * CHUNKS + c, mask=there, other=float("-inf"))
         peak = tl.max(peak_of, 0)
         total = tl.sum(tl.load(sums + row * CHUNKS + c, mask=there, other=0.0) * tl.exp(peak_of - peak), 0)

@@ -35,7 +35,7 @@ def greedy_finish_kernel(
     value = tl.load(logits + row.to(tl.int64) * vocab + i, mask=i < vocab, other=float("-inf"))
     store_best(value, i, best, index, row * CHUNKS + chunk, vocab)
     if last_to_arrive(counters + row, tl.num_programs(0)):
-        top, token = load_best(best, index, row * CHUNKS, vocab, CHUNKS)
+        top, token = load_best(best, index, row * CHUNKS, tl.num_programs(0), vocab, CHUNKS)
         advance(top, token, 0.0, row, tokens, positions, active, limits, stops, output, vocab)
 
 
@@ -52,10 +52,10 @@ def store_best(value, i, best, index, at, vocab):
 
 
 @triton.jit
-def load_best(best, index, at, vocab, CHUNKS: tl.constexpr):
-    """(the largest of all chunks of a row, the first place where it stands)."""
+def load_best(best, index, at, count, vocab, CHUNKS: tl.constexpr):
+    """(the largest of all `count` chunks of a row, the first place where it stands)."""
     c = tl.arange(0, CHUNKS)
-    there = c < tl.num_programs(0)
+    there = c < count
     tops = tl.load(best + at + c, mask=there, other=float("-inf"), cache_modifier=".cg")
     places = tl.load(index + at + c, mask=there, other=vocab, cache_modifier=".cg")
     top = tl.max(tops, 0)

@@ -2,8 +2,8 @@
 
 The methods have the names, arguments and meaning of the functions there, so the model does not know which it calls.
 Whether they can be used is decided once, by `FusedOps.supports`, when a model is built. Here is what surrounds the
-kernels: shapes, launch grids, and the scratch memory in which programs of one kernel leave parts for each other. That
-memory belongs to one FusedOps, so two streams must not share one.
+kernels: shapes and launch grids. Programs of one kernel leave parts for each other in scratch memory (`scratch.py`),
+which belongs to one FusedOps, so two streams must not share one.
 
 Products run fused for 1 to 32 rows; for more they are those of a prompt, `fused_prompt.py`. Attention and the two ends
 of a step are fused for any number of rows. Models with norms on q and k (qwen3) need one kernel more a layer, and top-k
@@ -19,21 +19,19 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..sampling import Mode, keep_top, penalise, scale
 from ..state import DecodeState
 from ..weights import LayerWeights
 from . import launch, reference
+from .fused_finish import FusedFinish
 from .fused_prompt import FusedPrompt
-
-MAX_ROWS = 32
-"""Products of more rows than this are left to cuBLAS, as those of a prompt are."""
+from .launch import MAX_ROWS
+from .tensor_map import tensor_map
 
 PREPARED = (torch.bfloat16,)
 """Dtypes in which gain * x cannot overflow, so that it may be multiplied before the scale of the norm is known."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 1024  # elements of an embedding that one program copies
-CHUNK = 2048  # logits that one program looks through at the end of a step
 ONLY_SHORT, ONLY_LONG, BOTH = range(3)  # the ways that `attention.py` is compiled for
 
 
@@ -51,7 +49,19 @@ class Prepared(NamedTuple):
     blocks: int
 
 
-class FusedOps:
+class Unfinished(NamedTuple):
+    """q, k and v of a step as summands, which attention is to finish (`group.py`).
+
+    qkv: float32 [summands, n, (heads + 2 kv_heads) * head_dim]. rope: float32 [n, head_dim / 2, 2].
+    """
+
+    qkv: Tensor
+    bias: Tensor | None
+    rope: Tensor
+    slots: Tensor
+
+
+class FusedOps(FusedFinish):
     """The fused operations for one model on one device.
 
     Args:
@@ -60,38 +70,16 @@ class FusedOps:
 
     def __init__(self, config: ModelConfig, max_rows: int, max_seq_len: int, device: torch.device) -> None:
         # here, because triton is only there with CUDA builds of PyTorch
-        from . import attention, begin, draw, finish, gemv
+        from . import attention, begin, gemv
 
-        self._begin, self._gemv, self._attention, self._finish, self._draw = begin, gemv, attention, finish, draw
+        self._begin, self._gemv, self._attention = begin, gemv, attention
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.attention_shapes = [self._attention_shape(n, max_seq_len) for n in range(1, max_rows + 1)]  # of n rows
-        parts = (max_rows, self.heads, max(splits for _, splits, _ in self.attention_shapes))
-        chunks = (max_rows, launch.power_of_two(-(-config.vocab_size // CHUNK)))
-        self.parts = torch.empty(*parts, self.head_dim, device=device)  # float32, as are the next six
-        self.maxima = torch.empty(parts, device=device)
-        self.sums = torch.empty(parts, device=device)
-        self.peaks = torch.empty(chunks, device=device)
-        self.exponentials = torch.empty(chunks, device=device)
-        self.tops = torch.empty(chunks, device=device)
-        self.best = torch.empty(chunks, device=device)
-        self.index = torch.empty(chunks, device=device, dtype=torch.int32)
-        # parts of a product that is cut along its columns: of up to MAX_PARTS programs, one number each for every
-        # row of activations and every row of the matrix, which writes the residual stream or q, k and v
-        height = max(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim)
-        blocks = -(-height // 16) if max_rows > launch.PLAIN_ROWS else 0
-        numbers = launch.MAX_PARTS * (16 * blocks + 128) * launch.row_bucket(min(max_rows, MAX_ROWS))
-        self.product_parts = torch.empty(numbers, device=device)
-        # sums of squares by blocks of a residual stream, of 16 columns and more
-        self.squares = torch.empty(blocks * launch.row_bucket(min(max_rows, MAX_ROWS)), device=device)
+        super().__init__(config, max_rows, max(splits for _, splits, _ in self.attention_shapes), device)
         self._prepared: Prepared | None = None  # of the newest residual stream
-        # counters of arrivals: every kernel leaves them at zero
-        self.block_counters = torch.zeros(blocks, device=device, dtype=torch.int32)
-        self.head_counters = torch.zeros(max_rows, self.heads, device=device, dtype=torch.int32)
-        self.row_counters = torch.zeros(max_rows, device=device, dtype=torch.int32)
-        # one for each program of a chunk of a prompt, if it is split: then they are half of what they may be, or fewer
-        self.chunk_counters = torch.zeros(launch.CHUNK_PROGRAMS // 2, device=device, dtype=torch.int32)
+        self._attention_finishes = False  # in the step that is under way
+        self._unfinished: Unfinished | None = None  # of the newest layer
 
     @property
     def prompt(self) -> FusedPrompt:
@@ -138,8 +126,11 @@ class FusedOps:
         self, x: Tensor, w: LayerWeights, rope: Tensor, eps: float, kv: Tensor, rows: Tensor, slots: Tensor,
         head_dim: int,
     ) -> Tensor:  # fmt: skip
-        """See `reference.qkv_rope_append`: x [n, hidden] -> q [n, heads, head_dim]; k and v go into the cache."""
-        n, hidden = x.shape
+        """See `reference.qkv_rope_append`: x [n, hidden] -> q [n, heads, head_dim]; k and v go into the cache.
+
+        In a step whose attention finishes q, k and v, the result is for that alone, and nothing is in the cache before.
+        """
+        n = x.shape[0]
         if n > MAX_ROWS:
             return self.prompt.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
         q = x.new_empty(n, self.heads, head_dim)
@@ -154,17 +145,51 @@ class FusedOps:
                 D=head_dim, HALF=launch.power_of_two(head_dim // 2),
             )  # fmt: skip
             return q
-        m, size = launch.row_bucket(n), w.qkv.shape[0]
         x, gain, squares, blocks = self._normed(x, w.input_norm)
-        tile = launch.tile(hidden, size, m, unit=head_dim, whole=gain is not None)
+        if self._attention_finishes:
+            return self._qkv_parts(x, w, gain, squares, blocks, turns, slots, eps)
+        size = w.qkv.shape[0]
+        tile, matrix, constants = self._cut(w.qkv, n, gain, blocks, unit=head_dim)
         self._run(
             self._gemv.qkv_rope_append_kernel, (size // tile.rows, tile.parts), tile.warps,
-            x, w.qkv, gain, squares, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
-            self.product_parts, self.block_counters, n, size, blocks, self.heads, self.kv_heads, slots_a_head, eps,
-            K=hidden, D=head_dim, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
-            PARTS=tile.parts, GROUPS=tile.groups,
+            x, matrix, gain, squares, w.qkv_bias, turns, rows, slots, q, kv[0], kv[1],
+            self.scratch.product_parts, self.scratch.block_counters, n, size, blocks, self.heads, self.kv_heads,
+            slots_a_head, eps, D=head_dim, PARTS=tile.parts, **constants,
         )  # fmt: skip
         return q
+
+    def _qkv_parts(
+        self, x: Tensor, w: LayerWeights, gain: Tensor | None, squares: Tensor | None, blocks: int, turns: Tensor,
+        slots: Tensor, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """The product alone, [summands, n, (heads + 2 kv_heads) * head_dim]: attention does the rest."""
+        n, size = x.shape[0], w.qkv.shape[0]
+        tile, matrix, constants = self._cut(w.qkv, n, gain, blocks)
+        qkv = self.scratch.product_parts[: tile.parts * n * size].view(tile.parts, n, size)
+        self._run(
+            self._gemv.qkv_parts_kernel, (-(-size // tile.rows), tile.parts), tile.warps,
+            x, matrix, gain, squares, qkv, n, size, blocks, eps, PARTS=tile.parts, **constants,
+        )  # fmt: skip
+        self._unfinished = Unfinished(qkv, w.qkv_bias, turns, slots)
+        return qkv
+
+    def _cut(
+        self, weight: Tensor, n: int, gain: Tensor | None, blocks: int, unit: int = 0, whole: bool = False
+    ) -> tuple[launch.Tile, Any, dict[str, Any]]:
+        """How a product of weight [out, in] with n rows is cut; the matrix or its tensor map; constants of the kernel.
+
+        Args:
+            gain: of a norm that the product computes, for which all columns must be read in turn.
+            unit, whole: as in `launch.tile`.
+        """
+        m, (size, columns) = launch.row_bucket(n), weight.shape
+        tile = launch.tile(columns, size, m, unit, whole or gain is not None, gain is None, self.memory)
+        mapped = tensor_map(weight, tile) if self.tma and m > 4 else None  # plain products read by pointers
+        constants = {
+            "K": columns, "M": m, "BN": tile.rows, "BK": tile.columns, "BLOCKS": launch.power_of_two(blocks),
+            "GROUPS": tile.groups, "AHEAD": launch.ahead(tile), "TMA": mapped is not None,
+        }  # fmt: skip
+        return tile, weight if mapped is None else mapped, constants
 
     def row_attention(self, state: DecodeState, kv_len: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Attention of one new token a row over positions 0 .. positions[row] of that row of the cache.
@@ -177,19 +202,22 @@ class FusedOps:
             to [n, heads * head_dim].
         """
         active = state.active.view(torch.uint8)
-        group = self.heads // self.kv_heads
+        n, group, scratch = state.positions.shape[0], self.heads // self.kv_heads, self.scratch
+        shape, long_splits, long_from = self.attention_shapes[n - 1]
+        way = ONLY_LONG if long_from == 0 else ONLY_SHORT if kv_len < long_from else BOTH
+        self._attention_finishes = way == ONLY_LONG and n <= MAX_ROWS
 
         def attend(q: Tensor, kv: Tensor) -> Tensor:
-            n = q.shape[0]
-            out = q.new_empty(n, self.heads * self.head_dim)
-            shape, long_splits, long_from = self.attention_shapes[n - 1]
-            way = ONLY_LONG if long_from == 0 else ONLY_SHORT if kv_len < long_from else BOTH
+            todo = self._unfinished if self._unfinished is not None and self._unfinished.qkv is q else None
+            out = kv.new_empty(n, self.heads * self.head_dim)
             self._run(
                 self._attention.attention_kernel, (self.heads, shape.number, n), shape.warps,
-                q, kv[0], kv[1], state.positions, active, self.parts, self.maxima, self.sums, self.head_counters,
-                out, self.heads, self.kv_heads, kv.shape[3], q.stride(0), 1 / math.sqrt(self.head_dim), long_from,
+                q if todo is None else None, *(todo or (None, None, None, None)), kv[0], kv[1], state.positions, active,
+                scratch.parts, scratch.maxima, scratch.sums, scratch.head_counters, out, n, self.heads, self.kv_heads,
+                kv.shape[3], q.stride(0), 1 / math.sqrt(self.head_dim), long_from,
                 D=self.head_dim, DP=launch.power_of_two(self.head_dim), GROUP=group,
-                GP=max(16, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens, WAY=way,
+                GP=max(8, launch.power_of_two(group)), SPLITS=shape.number, LONG=long_splits, BT=shape.tokens, WAY=way,
+                SUMMANDS=0 if todo is None else q.shape[0],
             )  # fmt: skip
             return out
 
@@ -217,9 +245,9 @@ class FusedOps:
         """(gain, scaled, squares) for a kernel that writes x, if there is a norm to prepare for; gain None if not."""
         n = x.shape[0]
         if gain is None or x.dtype not in PREPARED or not launch.PLAIN_ROWS < n <= MAX_ROWS:
-            return None, None, self.squares
-        self._prepared = Prepared(x, gain, x.new_empty(n, x.shape[1]), self.squares, blocks)
-        return gain, self._prepared.scaled, self.squares
+            return None, None, self.scratch.squares
+        self._prepared = Prepared(x, gain, x.new_empty(n, x.shape[1]), self.scratch.squares, blocks)
+        return gain, self._prepared.scaled, self.scratch.squares
 
     def _normed(self, x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
         """What a kernel multiplies in place of x to get norm(x), and its arguments gain, squares and blocks."""
@@ -230,18 +258,16 @@ class FusedOps:
 
     def gate_up_silu(self, x: Tensor, w: LayerWeights, eps: float) -> Tensor:
         """See `reference.gate_up_silu`: x [n, hidden] -> [n, intermediate]."""
-        n, hidden = x.shape
+        n = x.shape[0]
         if n > MAX_ROWS:
             return self.prompt.gate_up_silu(x, w, eps)
-        m, size = launch.row_bucket(n), w.gate_up.shape[0]
-        tile = launch.tile(hidden, size, m)
+        size = w.gate_up.shape[0]
         out = x.new_empty(n, size // 2)
         x, gain, squares, blocks = self._normed(x, w.post_norm)
+        tile, matrix, constants = self._cut(w.gate_up, n, gain, blocks, whole=True)
         self._run(
             self._gemv.gate_up_kernel, (-(-size // tile.rows),), tile.warps,
-            x, w.gate_up, gain, squares, w.gate_up_bias, out, n, size, blocks, eps,
-            K=hidden, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks),
-            GROUPS=tile.groups,
+            x, matrix, gain, squares, w.gate_up_bias, out, n, size, blocks, eps, **constants,
         )  # fmt: skip
         return out
 
@@ -251,72 +277,33 @@ class FusedOps:
             return reference.norm_logits(x, norm, weight, eps)
         return self._linear(x, weight, norm, None, None, eps, torch.float32)
 
-    def sample_and_advance(self, logits: Tensor, state: DecodeState, mode: Mode) -> None:
-        """See `step.sample_and_advance`: logits float32 [n, vocab], the state of the n rows."""
-        if mode == Mode.GREEDY:
-            self.greedy_finish(logits, state)
-        else:
-            self._sampled_finish(logits, state, mode)
-
-    def greedy_finish(self, logits: Tensor, state: DecodeState) -> None:
-        """`sample_and_advance` in `Mode.GREEDY`."""
-        n, vocab = logits.shape
-        chunks = -(-vocab // CHUNK)
+    def advance_to_best(self, x: Tensor, norm: Tensor, weight: Tensor, eps: float, state: DecodeState) -> None:
+        """`norm_logits` and `greedy_finish` of x [n, hidden] and weight [vocab, hidden], without logits in between."""
+        n, vocab = x.shape[0], weight.shape[0]
+        x, gain, squares, blocks = self._normed(x, norm)
+        tile, matrix, constants = self._cut(weight, n, gain, blocks, whole=True)
+        programs = -(-vocab // tile.rows)
         self._run(
-            self._finish.greedy_finish_kernel, (chunks, n), 8,
-            logits, self.best, self.index, self.row_counters, state.tokens, state.positions,
-            state.active.view(torch.uint8), state.limits, state.stops.view(torch.uint8), state.output, vocab,
-            BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
+            self._best.best_logits_kernel, (programs,), tile.warps,
+            x, matrix, gain, squares, self.scratch.best, self.scratch.index, n, vocab, blocks, eps, **constants,
         )  # fmt: skip
-
-    def _sampled_finish(self, logits: Tensor, state: DecodeState, mode: Mode) -> None:
-        """`sample_and_advance` in the other modes. Reads the state early: see `draw.py` for what must stand between."""
-        n, vocab = logits.shape
-        chunks, seen = -(-vocab // CHUNK), state.seen.view(torch.uint8)
-        self._run(
-            self._draw.measure_kernel, (chunks, n), 8,
-            logits, seen, state.repetition_penalty, self.peaks, self.exponentials, self.tops, vocab,
-            BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
-        )  # fmt: skip
-        scores = keep_top(scale(penalise(logits, state), state), state) if mode == Mode.FILTERED else None
-        self._run(
-            self._draw.draw_kernel, (chunks, n), 8,
-            logits, scores, seen, state.temperature, state.repetition_penalty, state.min_p, state.seeds,
-            self.peaks, self.exponentials, self.tops, self.best, self.index, self.row_counters,
-            state.tokens, state.positions, state.active.view(torch.uint8), state.limits,
-            state.stops.view(torch.uint8), state.output, vocab,
-            BLOCK=CHUNK, CHUNKS=launch.power_of_two(chunks),
-        )  # fmt: skip
+        self.best_finish(programs, state)
 
     def _linear(
         self, x: Tensor, weight: Tensor, gain: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
         dtype: torch.dtype, next_gain: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """norm(x) @ weight.T + bias + residual in `dtype`: x [n, in] -> [n, out]."""
-        (n, columns), size = x.shape, weight.shape[0]
-        m, squares, blocks = launch.row_bucket(n), None, 1
+        n, size, squares, blocks = x.shape[0], weight.shape[0], None, 1
         if gain is not None:
             x, gain, squares, blocks = self._normed(x, gain)
-        tile = launch.tile(columns, size, m, whole=residual is None)
+        tile, matrix, constants = self._cut(weight, n, gain, blocks, whole=residual is None)
         out, height = x.new_empty(n, size, dtype=dtype), -(-size // tile.rows)
         next_gain, scaled, next_squares = self._prepare(out, next_gain, height)
         self._run(
             self._gemv.linear_kernel, (height, tile.parts), tile.warps,
-            x, weight, gain, squares, bias, residual, out, next_gain, scaled, next_squares,
-            self.product_parts, self.block_counters, n, size, blocks, eps,
-            K=columns, M=m, BN=tile.rows, BK=tile.columns, BLOCKS=launch.power_of_two(blocks), PARTS=tile.parts,
-            GROUPS=tile.groups,
+            x, matrix, gain, squares, bias, residual, out, next_gain, scaled, next_squares,
+            self.scratch.product_parts, self.scratch.block_counters, n, size, blocks, eps,
+            PARTS=tile.parts, **constants,
         )  # fmt: skip
         return out
-
-    def _run(
-        self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
-    ) -> None:
-        """Launch a kernel; on Hopper and later it may start before the one ahead of it has ended (`sync.py`).
-
-        fence: launch it in the ordinary way: it starts when all before it has ended. Such a kernel has no PDL argument.
-        """
-        if not fence:
-            constants["PDL"] = self.pdl
-        options = {"launch_pdl": True} if self.pdl and not fence else {}
-        kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=True, **options)

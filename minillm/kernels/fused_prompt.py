@@ -33,7 +33,7 @@ class FusedPrompt:
     def __init__(self, ops: "FusedOps") -> None:
         from . import chunk, prompt  # here, because triton is only there with CUDA builds of PyTorch
 
-        self._kernels, self._chunk, self._run, self._counters = prompt, chunk, ops._run, ops.chunk_counters
+        self._kernels, self._chunk, self._run, self._counters = prompt, chunk, ops._run, ops.scratch.chunk_counters
         self._heads, self._kv_heads, self._head_dim = ops.heads, ops.kv_heads, ops.head_dim
         self.norm_logits = ops.norm_logits
 

@@ -81,20 +81,26 @@ def dot_rows(wt, wp, x, gain, n, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.c
 
 
 @triton.jit
-def request_and_wait(wp, K: tl.constexpr, M: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """The first tile of weights, on its way to registers before the wait. Tensor cores do both in their loop."""
-    wt = wp
+def request_and_wait(
+    w, first, N, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
+):
+    """(the first tile of weights, on its way to registers before the wait; the pointers that it was loaded from).
+
+    Tensor cores do both in their loop, and get two zeros.
+    """
+    wt, wp = 0, 0
     if M <= 4:
+        wp = weight_pointers(w, first, N, K, BN, BK)
         wt = load_tile(wp, 0, K, BK, "evict_first")
         wait_for_previous(PDL)
-    return wt
+    return wt, wp
 
 
 @triton.jit
 def product(
     wt, wp, w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more.
 
@@ -111,7 +117,7 @@ def product(
     else:
         y, added, slot = dot_rows_wide(
             w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, GROUPS,
-            PDL,
+            AHEAD, TMA, PDL,
         )  # fmt: skip
     return y, added, slot
 
@@ -120,19 +126,18 @@ def product(
 def linear_kernel(
     x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
-    GROUPS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
 
     Grid (blocks of BN rows, PARTS), the latter 1 for up to 4 rows of activations. Any of gain, squares, bias, residual
-    and next_gain may be None; for gain, squares, blocks and BLOCKS see `gemm.dot_rows_wide`, for next_gain, scaled and
-    next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
+    and next_gain may be None; for w with TMA, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`, for
+    next_gain, scaled and next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
     """
     allow_next(PDL)
     block = tl.program_id(0)
     first = block * BN
-    wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request_and_wait(wp, K, M, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
     place, inside, column = outputs(first, n, N, M, BN)
     extra, following = None, None
     if residual is not None:
@@ -141,7 +146,7 @@ def linear_kernel(
         following = tl.load(next_gain + column, mask=column < N, other=0.0)
     y, added, _ = product(
         wt, wp, w, x, gain, squares, extra, inside, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
-        GROUPS, PDL,
+        GROUPS, AHEAD, TMA, PDL,
     )  # fmt: skip
     last = True
     if PARTS > 1:
@@ -164,15 +169,15 @@ def outputs(first, n, N, M: tl.constexpr, BN: tl.constexpr):
 def gate_up_kernel(
     x, w, gain, squares, bias, out, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
     allow_next(PDL)
     first = tl.program_id(0) * BN
-    wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request_and_wait(wp, K, M, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
     y, _, _ = product(
-        wt, wp, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, GROUPS, PDL,
+        wt, wp, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, GROUPS,
+        AHEAD, TMA, PDL,
     )  # fmt: skip
     if bias is not None:
         row = first + tl.arange(0, BN)
@@ -188,7 +193,8 @@ def gate_up_kernel(
 def qkv_rope_append_kernel(
     x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, parts, counters, n, N, blocks, heads, kv_heads,
     S, eps, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
 
@@ -197,8 +203,7 @@ def qkv_rope_append_kernel(
     """
     allow_next(PDL)
     first = tl.program_id(0) * BN
-    wp = weight_pointers(w, first, N, K, BN, BK)
-    wt = request_and_wait(wp, K, M, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
     m = tl.arange(0, M)
     real = m < n
     row = tl.load(rows + m, mask=real, other=0)
@@ -206,7 +211,7 @@ def qkv_rope_append_kernel(
     turns = rope + m[:, None] * D + d
     y, turn, slot = product(
         wt, wp, w, x, gain, squares, turns, real[:, None], slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
-        GROUPS, PDL,
+        GROUPS, AHEAD, TMA, PDL,
     )  # fmt: skip
     last = True
     if PARTS > 1:
@@ -228,6 +233,27 @@ def qkv_rope_append_kernel(
             tl.store(k_cache + line[:, None] * D + d, y16, mask=real[:, None])
         else:
             tl.store(v_cache + line[:, None] * D + d, y16, mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["n"])
+def qkv_parts_kernel(
+    x, w, gain, squares, out, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The product alone of `qkv_rope_append_kernel`, as PARTS summands: out float32 [PARTS, n, N].
+
+    Attention of a group (`group.py`) adds them up, each of its programs what it needs, and does the rest. So no program
+    waits for another here. For more rows than plain products are made for.
+    """
+    allow_next(PDL)
+    first = tl.program_id(0) * BN
+    place, inside, _ = outputs(first, n, N, M, BN)
+    y, _, _ = product(
+        0, 0, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, GROUPS,
+        AHEAD, TMA, PDL,
+    )  # fmt: skip
+    tl.store(out + tl.program_id(1) * n * N + place, y, mask=inside)
 
 
 @triton.jit

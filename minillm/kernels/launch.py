@@ -17,6 +17,9 @@ LONG_ROWS = 8
 PLAIN_ROWS = 2
 """Up to so many rows of activations, at most 4, plain products are faster than tensor cores."""
 
+MAX_ROWS = 32
+"""Products of more rows than this are left to cuBLAS, as those of a prompt are."""
+
 PROGRAMS = 264
 """Cut a matrix finely enough for so many programs: two for each of the 132 SMs of an H100 or H200."""
 
@@ -28,6 +31,9 @@ CHUNK_PROGRAMS = 512
 
 CHUNK_SPLITS = 8
 """Splits of it, at most: one program merges them."""
+
+ROOM = 80 * 1024
+"""Bytes of shared memory for the weights on their way in one program: 2 to 6 tiles."""
 
 MAX_PARTS = 8
 """Programs that share rows of a matrix, at most: what there is scratch memory for."""
@@ -65,18 +71,45 @@ def row_bucket(n: int) -> int:
     return power_of_two(n) if n <= PLAIN_ROWS else max(8, power_of_two(n))
 
 
-def tile(columns: int, rows: int, m: int, unit: int = 0, whole: bool = False) -> Tile:
+def tile(
+    columns: int, rows: int, m: int, unit: int = 0, whole: bool = False, grouped: bool = True, memory: int = 2**20
+) -> Tile:
     """The tile for a matrix of `rows` x `columns` and m rows of activations, one of `row_bucket`.
 
     Args:
         unit: a program's rows must divide this (head_dim, where a program must stay within a head); 0 is no limit.
-        whole: the columns may not be cut into parts.
+        whole: the columns may not be cut into parts. grouped: they may be shared by groups of warps.
+        memory: bytes of shared memory that a program may have. A measured shape that needs more is not used.
     """
+
+    def fitted(shape: Tile) -> Tile:
+        while unit % shape.rows:
+            shape = shape._replace(rows=shape.rows // 2)
+        return shape._replace(parts=1 if whole else shape.parts, groups=shape.groups if grouped else 1)
+
     known = table.TILES.get((columns, rows, m))
-    shape = Tile(*known) if known is not None else _tile_by_rule(columns, rows, m)
-    while unit % shape.rows:
-        shape = shape._replace(rows=shape.rows // 2)
-    return shape._replace(parts=1) if whole else shape
+    if known is not None:
+        shape = fitted(Tile(*known))
+        if m <= 4 or shared_memory(shape, columns, m) <= memory:
+            return shape
+    return fitted(_tile_by_rule(columns, rows, m))
+
+
+def ahead(tile: Tile) -> int:
+    """How many tiles of weights are requested ahead of the one in use, on tensor cores."""
+    return max(2, min(6, ROOM // _bytes(tile)))
+
+
+def shared_memory(tile: Tile, columns: int, m: int) -> int:
+    """Bytes that a program needs on tensor cores: for tiles of weights, of which there are no more than turns, and one
+    of activations. A little more is added for barriers and what the compiler hands on."""
+    turns = -(-columns // (tile.columns * tile.parts * tile.groups))
+    return min(ahead(tile) + 1, turns) * _bytes(tile) + 2 * m * tile.columns * tile.groups + 1024
+
+
+def _bytes(tile: Tile) -> int:
+    """Of one tile of weights, in all groups, of two bytes each."""
+    return 2 * tile.rows * tile.columns * tile.groups
 
 
 def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:

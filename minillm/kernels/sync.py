@@ -11,7 +11,7 @@ for free, and in a decode step almost all bytes are weights, which nobody writes
 3. *Every* program waits, also one that has nothing to do. Only then does "the kernel before has ended" imply the same
    of all kernels before that one.
 4. The wait stands outside loops: the compiler moves loads of a pipelined loop above a wait inside it. Two places
-   make use of that, with `wait_in_a_loop`: `gemm.py` and the long way of `attention.py`.
+   make use of that, with `wait_in_a_loop`: `gemm.py` and `group.py`.
 
 **Within a kernel: last arrival.** Programs that share a result write their parts to memory, then count themselves in;
 the one that finds all others there combines the parts, in a fixed order, so the result does not depend on who it was.

@@ -94,7 +94,7 @@ def test_attention(name: str, dtype: torch.dtype, rows: int, long_from: int, mon
     monkeypatch.setattr(launch, "LONG_FROM", long_from)
     cfg, size = config(name), 5000
     ops = FusedOps(cfg, rows, size, CUDA)
-    for scratch in (ops.parts, ops.maxima, ops.sums):
+    for scratch in (ops.scratch.parts, ops.scratch.maxima, ops.scratch.sums):
         scratch.fill_(torch.nan)
     positions = [size - 1, 4095, 0, 1, 511, 64, 1024, 63][:rows]
     q = cases.random(1, CUDA, dtype, len(positions), cfg.num_attention_heads, cfg.head_dim)
@@ -105,7 +105,43 @@ def test_attention(name: str, dtype: torch.dtype, rows: int, long_from: int, mon
     for row, position in enumerate(positions):
         bound = (2 if position + 1 >= long_from else 1) * torch.finfo(dtype).eps * want.abs().max()
         assert (got[row].double() - want[row]).abs().max() < bound
-    assert not ops.head_counters.any()
+    assert not ops.scratch.head_counters.any()
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, heads, kv, _, more) in SHAPES.items() if heads > kv])
+@pytest.mark.parametrize(("n", "dtype"), [(8, BF16), (8, FP16), (20, BF16), (32, BF16), (32, FP16)])
+def test_attention_that_finishes_the_projection(name: str, n: int, dtype: torch.dtype) -> None:
+    """Of 8 rows and more: from one token to all, padding rows, biases, heads of all sizes, the borders of splits."""
+    cfg, size = config(name), 3000
+    if cfg.qk_norm:
+        pytest.skip("norms on q and k have a kernel of their own")
+    state = cases.state_at(([size - 1, 0, 1, 511, 64, 2047, 1024, 63, 31, 32] * 4)[:n], cfg.vocab_size, CUDA)
+    state.active[2::5] = False
+    kv = cases.poisoned_cache(
+        2, CUDA, dtype, n, cfg.num_key_value_heads, size + 1, cfg.head_dim,
+        torch.where(state.active, state.positions, 0).sub(1).tolist(),
+    )  # fmt: skip
+    layer = cases.random_layer(cfg, 1, CUDA, dtype)
+    embed = cases.random(3, CUDA, dtype, cfg.vocab_size, cfg.hidden_size)
+    ops = FusedOps(cfg, n, size, CUDA)
+    cases.check_attention_that_finishes(ops, cfg, layer, embed, kv, state, angles_of(size, cfg.head_dim)[0])
+
+
+@pytest.mark.parametrize("vocab", [97, 2003, 128256])
+@pytest.mark.parametrize("n", [3, 8, 20, 32])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_greedy_step_without_logits(vocab: int, n: int, dtype: torch.dtype) -> None:
+    """Equal logits all over the vocabulary, of which the first counts; a row that is broken; rows that end."""
+    cfg = config("Llama-3.2-1B", vocab_size=vocab)
+    ops = FusedOps(cfg, n, 100, CUDA)
+    weight = cases.random(1, CUDA, dtype, 61, cfg.hidden_size)[torch.arange(vocab, device=CUDA) * 7 % 61].contiguous()
+    x = cases.random(2, CUDA, dtype, n, cfg.hidden_size)
+    x[n // 2] = torch.nan
+    norm = torch.ones(cfg.hidden_size, device=CUDA, dtype=dtype)
+    state = cases.sampled_state(n, vocab, CUDA, 3)
+    for _ in range(3):
+        cases.check_best(ops, x, norm, weight, EPS, state)
+        ops.advance_to_best(x, norm, weight, EPS, state)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -158,7 +194,7 @@ def test_sampled_finish(mode: Mode, vocab: int, n: int) -> None:
             ops.sample_and_advance(logits, got, mode)
             sample_and_advance(logits, want, mode)
             cases.assert_same_state(got, want)
-    assert not ops.row_counters.any()
+    assert not ops.scratch.row_counters.any()
 
 
 def test_sampled_tokens_are_many_and_those_of_the_plain_sampler() -> None:
