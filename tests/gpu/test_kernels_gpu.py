@@ -108,13 +108,14 @@ def test_attention(name: str, dtype: torch.dtype, rows: int, long_from: int, mon
     assert not ops.scratch.head_counters.any()
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, heads, kv, _, more) in SHAPES.items() if heads > kv])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, _, heads, kv, _, _) in SHAPES.items() if heads > kv and name != "Qwen3-0.6B"]
+)
 @pytest.mark.parametrize(("n", "dtype"), [(8, BF16), (8, FP16), (20, BF16), (32, BF16), (32, FP16)])
 def test_attention_that_finishes_the_projection(name: str, n: int, dtype: torch.dtype) -> None:
-    """Of 8 rows and more: from one token to all, padding rows, biases, heads of all sizes, the borders of splits."""
+    """Of 8 rows and more: from one token to all, padding rows, biases, heads of all sizes, the borders of splits. Norms
+    on q and k (Qwen3) have a kernel of their own instead."""
     cfg, size = config(name), 3000
-    if cfg.qk_norm:
-        pytest.skip("norms on q and k have a kernel of their own")
     state = cases.state_at(([size - 1, 0, 1, 511, 64, 2047, 1024, 63, 31, 32] * 4)[:n], cfg.vocab_size, CUDA)
     state.active[2::5] = False
     kv = cases.poisoned_cache(
