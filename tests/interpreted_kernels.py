@@ -125,8 +125,12 @@ def test_columns_in_parts(columns: int, parts: int, biased: bool, maps: bool, mo
         assert not ops.scratch.block_counters.any()
 
 
-# groups that divide the columns; a masked last group; groups that have no column at all; in parts besides
-@pytest.mark.parametrize(("columns", "parts", "groups"), [(512, 1, 4), (576, 1, 8), (192, 1, 8), (1152, 2, 4)])
+# groups that divide the columns; a masked last group; groups that have no column at all; in parts besides, of which
+# the last end early; in parts that divide the columns; a few columns more than groups of whole tiles have
+@pytest.mark.parametrize(
+    ("columns", "parts", "groups"),
+    [(512, 1, 4), (576, 1, 8), (192, 1, 8), (1152, 2, 4), (1024, 2, 4), (2064, 8, 4)],
+)
 @pytest.mark.parametrize(("n", "maps"), [(6, False), (17, False), (6, True)])
 def test_columns_in_groups(
     columns: int, parts: int, groups: int, n: int, maps: bool, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +197,7 @@ def test_a_stream_that_is_prepared_for_its_norm(
             ops.norm_logits(x, layer.post_norm, embed, EPS),
             cases.linear(cases.rms_norm(x, layer.post_norm, EPS), embed, None),
         )
+        cases.check_best(ops, x, layer.post_norm, embed, EPS, state)
         other = x + 1
         check(ops.gate_up_silu(other, layer, EPS), cases.gate_up_silu(other, layer, EPS))
         x = ops.linear_residual(y, layer.o, None, x, layer.input_norm)  # prepared, but for another norm
@@ -210,7 +215,27 @@ def test_tensor_cores_with_a_norm(hidden: int, n: int) -> None:
     assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
 
 
-@pytest.mark.parametrize("n", [1, 6, 33])
+@pytest.mark.parametrize(("parts", "groups"), [(4, 1), (1, 4)])
+def test_a_norm_needs_all_columns(parts: int, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that was measured in bfloat16 shares them out, which a product that computes a norm, as in float16,
+    must not."""
+    cfg = cases.config(hidden_size=576)
+    layer, x = cases.random_layer(cfg, 1, CPU, FP16), cases.random(2, CPU, FP16, 6, 576)
+    for weight in (layer.qkv, layer.gate_up):
+        monkeypatch.setitem(table.TILES, (576, weight.shape[0], 8), (32, 64, 4, parts, groups))
+    kv, slots = torch.zeros(2, 6, 1, 8, 64, dtype=FP16), torch.zeros(6, dtype=torch.int64)
+    rope = torch.ones(6, 32, dtype=torch.complex64)
+    with cases.poisoned_outputs():
+        q = fused(cfg).qkv_rope_append(x, layer, rope, EPS, kv, torch.arange(6), slots, 64)
+        hidden = fused(cfg).gate_up_silu(x, layer, EPS)
+    for got, want in (
+        (q, cases.qkv(x, layer, torch.zeros(6, 32), EPS, 2, 1)[0]),
+        (hidden, cases.gate_up_silu(x, layer, EPS)),
+    ):
+        assert (got.double() - want).abs().max() < 2 * torch.finfo(FP16).eps * want.abs().max()
+
+
+@pytest.mark.parametrize("n", [1, 6, 9, 33])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_row_of_a_step_gets_its_own_logits(family: str, n: int) -> None:
     """With 33 rows and more, q is a part of q, k and v, and its rows are not neighbours: attention once read them as if
@@ -355,7 +380,8 @@ def test_attention_at_the_borders_of_splits(seed: int) -> None:
     assert torch.equal(first, attend(ops, q, kv, positions))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (6, 2, 80)])
+# the last has more heads than are merged at once
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (6, 2, 80), (5, 1, 256)])
 @pytest.mark.parametrize("positions", [[17, 63], [127, 128], [LENGTH - 1, 0], [16, 3]])
 def test_long_attention(heads: int, kv_heads: int, head_dim: int, positions: list[int]) -> None:
     """The way of long contexts, from 18 tokens on; float16, because the interpreter has no bfloat16 matrix product.
@@ -408,6 +434,21 @@ def test_a_greedy_step_without_logits(n: int, maps: bool) -> None:
     ops.tma = maps
     x, state = cases.random(2, CPU, FP16, n, 64), cases.sampled_state(n, 97, CPU, 3)
     cases.check_best(ops, x, torch.ones(64, dtype=FP16), weight, EPS, state)
+
+
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_greedy_step_without_logits_counts_what_there_is(maps: bool) -> None:
+    """Guards three faults: of equal neighbours the last was taken; the zeros that a tensor map reads beyond the
+    vocabulary won where all logits are negative; and one NaN among the logits of a row was passed over."""
+    ops = fused(cases.config(vocab_size=97), max_rows=6)
+    ops.tma = maps
+    weight = -cases.random(1, CPU, FP16, 49, 64).abs()[torch.arange(97) // 2]
+    x, norm, state = cases.random(2, CPU, FP16, 6, 64).abs(), torch.ones(64, dtype=FP16), decode_state(6, 97)
+    cases.check_best(ops, x, norm, weight, EPS, state)
+    weight[40] = math.nan
+    cases.check_best(ops, x, norm, weight, EPS, state)
+    ops.advance_to_best(x, norm, weight, EPS, state)
+    assert state.output[:, :2].tolist() == [[40, BROKEN]] * 6
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "number"), [(2, 1, 1), (3, 1, 2), (7, 1, 1), (4, 2, 4)])

@@ -1,14 +1,24 @@
 """Runs interpreted_kernels.py in a process in which Triton interprets kernels, and tests what needs no kernel."""
 
 import itertools
+from typing import Any
 
 import kernel_cases as cases
 import pytest
 import torch
 from interpreter import run_interpreted
 
+from minillm.cache import KVCache
+from minillm.config import ModelConfig
 from minillm.kernels import launch, table
 from minillm.kernels.fused import FusedOps
+from minillm.model import Llama
+from minillm.sampling import Mode
+from minillm.state import DecodeState
+from minillm.step import decode_step
+from minillm.weights import allocate
+
+CPU = torch.device("cpu")
 
 
 def test_kernels_equal_their_definitions() -> None:
@@ -79,3 +89,58 @@ def test_supports_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = FusedOps.supports(cases.config(**changes), torch.device("cuda"), dtype)
     assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+class Noted(FusedOps):
+    """Launches nothing: `launches` are the kernels that would run, by name, with their constants."""
+
+    def __init__(self, config: ModelConfig, max_rows: int) -> None:
+        super().__init__(config, max_rows, 100, CPU)
+        self.launches: list[tuple[str, dict[str, int]]] = []
+
+    def _run(
+        self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
+    ) -> None:
+        self.launches.append((kernel.__name__, constants))
+
+
+def noted_step(family: str, rows: int) -> tuple[Noted, Llama, KVCache, DecodeState]:
+    """What a step of a model of two layers needs."""
+    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
+    cfg = cases.config(num_hidden_layers=2, model_type=family)
+    ops, weights = Noted(cfg, rows), allocate(cfg, CPU, torch.bfloat16)
+    cache, state = KVCache(cfg, rows, 100, CPU, torch.bfloat16), DecodeState.allocate(rows, cfg.vocab_size, CPU)
+    return ops, Llama(cfg, weights, 100, ops), cache, state
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 32, 33])
+def test_greedy_steps_of_3_to_32_rows_and_no_others_end_without_logits(n: int, mode: Mode) -> None:
+    """And they are made once, and say how many layers are done. With logits, results would be the same."""
+    ops, model, cache, state = noted_step("llama", n)
+    layers: list[int] = []
+    decode_step(model, cache, state, 100, mode, layers.append)
+    names = [name for name, _ in ops.launches]
+    without = mode == Mode.GREEDY and 3 <= n <= 32
+    ends = ["greedy_finish_kernel"] if mode == Mode.GREEDY else ["measure_kernel", "draw_kernel"]
+    ends = ["best_logits_kernel", "best_finish_kernel"] if without else ends
+    assert names[-len(ends) :] == ends
+    assert ("best_logits_kernel" in names) == without
+    assert names.count("begin_kernel") == 1
+    assert layers == [1, 2]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_finishes_the_projection_in_steps_of_8_to_32_rows_alone(family: str) -> None:
+    """The steps of all sizes share one FusedOps: a step of many rows must leave nothing that the next would finish.
+
+    Where q and k are normalised, the projection is finished by the kernel that does so.
+    """
+    ops, model, cache, state = noted_step(family, 33)
+    for n in (8, 7, 32, 33, 9, 1):
+        ops.launches.clear()
+        decode_step(model, cache, state.narrow(0, n), 100, Mode.GREEDY)
+        finishes = family == "llama" and 8 <= n <= 32
+        summands = [constants["SUMMANDS"] for name, constants in ops.launches if name == "attention_kernel"]
+        assert [number > 0 for number in summands] == [finishes] * 2, n
+        assert sum(name == "qkv_parts_kernel" for name, _ in ops.launches) == 2 * finishes, n

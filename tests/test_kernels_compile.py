@@ -124,6 +124,20 @@ def test_compiles(sizes: dict[str, Any], n: int, arch: int, dtype: torch.dtype) 
         assert ("griddepcontrol" in kernel.asm["ptx"]) == (arch >= 90 and name != "begin_kernel"), name
 
 
+@pytest.mark.parametrize("n", [1, 8])
+def test_hopper_overlaps_every_kernel_and_none_reads_too_early(n: int) -> None:
+    """Each allows the next and waits for the one before; what ends a greedy step loads nothing before its wait.
+
+    Guards a fault that no result need show: a kernel without a wait, which reads what is still being written.
+    """
+    for name, kernel in compile_step(LLAMA_1B, n, 90, torch.bfloat16):
+        ptx = kernel.asm["ptx"]
+        for word in ("griddepcontrol.launch_dependents", "griddepcontrol.wait"):
+            assert (word in ptx) == (name != "begin_kernel"), f"{name}: {word}"
+        if name in ("greedy_finish_kernel", "best_finish_kernel"):
+            assert not any("ld.global" in line for line in executed_before_the_wait(ptx)), name
+
+
 @pytest.mark.parametrize(("arch", "n"), [(86, 8), (89, 32), (90, 32), (120, 8)])
 def test_kernels_find_the_shared_memory_that_they_need(arch: int, n: int) -> None:
     """Shapes measured on an H200 want twice of what other GPUs have, where a launch of them fails."""
