@@ -12,6 +12,7 @@ from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.kernels import launch, table
 from minillm.kernels.fused import FusedOps
+from minillm.kernels.scratch import MIN_ROWS
 from minillm.model import Llama
 from minillm.sampling import Mode
 from minillm.state import DecodeState
@@ -44,6 +45,7 @@ def test_the_table_holds_only_what_kernels_can_take() -> None:
         assert m in {launch.row_bucket(n) for n in range(1, 33)}
         tile = launch.Tile(*shape)
         assert tile.parts <= launch.MAX_PARTS
+        assert m <= launch.PLAIN_ROWS or MIN_ROWS <= tile.rows <= 128 or tile.parts == 1
         assert tile.groups in (1, tile.warps)  # Triton gives each group a warp
         assert all(number == launch.power_of_two(number) for number in tile)
         weights = tile.rows * tile.columns * tile.groups // (32 * tile.warps)  # a thread

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from minillm.config import ModelConfig
+from minillm.kernels import launch
 from minillm.kernels.fused import FusedOps
 from minillm.sampling import Mode
 from minillm.state import DecodeState
@@ -53,7 +54,7 @@ class Compiled(FusedOps):
         super().__init__(config, 32, 8192, CPU)
         self.arch, self.kernels = arch, []
         self.pdl = self.tma = arch >= 90
-        self.memory = SHARED_MEMORY[arch]
+        self.memory, self.widest = SHARED_MEMORY[arch], launch.widest(divmod(arch, 10))
 
     def _run(
         self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
@@ -116,6 +117,7 @@ def compile_step(
         (SMALL_QWEN3, 1, 80, torch.float16),
         (SMALL_QWEN3, 4, 100, torch.bfloat16),
         (LLAMA_1B, 8, 80, torch.bfloat16),
+        (LLAMA_1B, 32, 100, torch.bfloat16),  # whose tensor memory is 512 columns wide
     ],
 )
 def test_compiles(sizes: dict[str, Any], n: int, arch: int, dtype: torch.dtype) -> None:

@@ -41,7 +41,8 @@ def attention_kernel(
     """Grid (heads, SPLITS, rows). GROUP query heads share a kv head; DP, GP: D and GROUP padded for the tiles.
 
     q, out: [rows, heads, D], the rows of q lie q_row elements apart, for q may be a part of q, k and v; or q is None,
-    with the long way alone: then see `group.finish_heads` for qkv, bias, rope, n and SUMMANDS, else 0; slots [n];
+    with the long way alone: then see `group.finish_query` for qkv, bias, rope, n and SUMMANDS, which else is 0. slots:
+    int64 [n], where the newest k and v then belong.
     k_cache, v_cache: [rows, kv_heads, S, D]; positions: int64 [rows];
     active: bytes [rows], 0 for padding, which stands at position 0.
     Scratch: parts [rows, heads, LONG, D], maxima and sums [rows, heads, LONG], all float32; counters int32

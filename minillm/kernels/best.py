@@ -1,7 +1,7 @@
 """The most likely token without logits: the end of a greedy step of 3 to 32 rows of activations.
 
-The logits of 32 rows of a large vocabulary are as many bytes as a layer of weights, and a greedy step needs one number
-of each row. So a program of the output projection keeps its part of them in registers, and leaves the largest and where
+The logits of 32 rows of a large vocabulary are 16 MB to write and to read again, and a greedy step needs one number of
+each row. So a program of the output projection keeps its part of them in registers, and leaves the largest and where
 it stands; a small kernel finds the largest of those and ends the step, as `finish.py` does.
 """
 
@@ -24,7 +24,7 @@ def best_logits_kernel(
     """Of each BN rows of w [N, K], the largest of w norm(x) for x [n, K], and the first row where it stands.
 
     Grid (blocks of BN rows). best float32 and index int32 [n, blocks of the grid]. A NaN counts as infinite, as in
-    `finish.store_best`. For w, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`.
+    `finish.store_best`. For w, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`. On tensor cores alone.
     """
     allow_next(PDL)
     block = tl.program_id(0)
@@ -48,7 +48,8 @@ def best_finish_kernel(
     best, index, tokens, positions, active, limits, stops, output, blocks, vocab,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). best float32 and index int32 [rows, blocks] of `best_logits_kernel`; BLOCKS: the power of two of it.
+    """Grid (rows). best float32 and index int32 [rows, blocks], one block for each program of `best_logits_kernel`;
+    BLOCKS: the power of two of that.
 
     The state as in `DecodeState`, bools as bytes.
     """

@@ -183,7 +183,8 @@ class FusedOps(FusedFinish):
             unit, whole: as in `launch.tile`.
         """
         m, (size, columns) = launch.row_bucket(n), weight.shape
-        tile = launch.tile(columns, size, m, unit, whole or gain is not None, gain is None, self.memory)
+        whole = whole or gain is not None
+        tile = launch.tile(columns, size, m, unit, whole, gain is None, self.memory, self.widest)
         mapped = tensor_map(weight, tile) if self.tma and m > 4 else None  # plain products read by pointers
         constants = {
             "K": columns, "M": m, "BN": tile.rows, "BK": tile.columns, "BLOCKS": launch.power_of_two(blocks),
@@ -197,7 +198,8 @@ class FusedOps(FusedFinish):
         Args:
             state: positions and active are read on the device, and before the kernel that precedes attention has
                 ended: an ordinary kernel, `begin`, must stand between what writes them and the first layer.
-            kv_len: as in `reference.row_attention`. It only says whether a row may be long: see `kv_lengths`.
+            kv_len: as in `reference.row_attention`. It only says whether a row may be long: see `kv_lengths`. It also
+                decides whether attention finishes q, k and v in this step: so this comes before `qkv_rope_append`.
         Returns: a function of q [n, heads, head_dim], whose rows may lie further apart, and one layer of the cache,
             to [n, heads * head_dim].
         """

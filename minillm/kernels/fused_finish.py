@@ -28,9 +28,11 @@ class FusedFinish:
         self._best, self._draw, self._finish = best, draw, finish
         self.scratch = Scratch(config, max_rows, max_splits, device)
         self.pdl = self.tma = False  # see `sync.py` and `gemm.py`
-        self.memory = 2**20  # bytes of shared memory that a program may have
+        self.memory = self.widest = 2**20  # bytes of shared memory, and columns of a tile, that a program may have
         if device.type == "cuda":
-            self.pdl = self.tma = torch.cuda.get_device_capability(device) >= (9, 0)
+            capability = torch.cuda.get_device_capability(device)
+            self.pdl = self.tma = capability >= (9, 0)
+            self.widest = launch.widest(capability)
             index = torch.cuda.current_device() if device.index is None else device.index
             self.memory = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 

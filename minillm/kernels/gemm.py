@@ -24,10 +24,10 @@ to multiply each tile by g on its way would cost every program a pass through it
 overflow. There the product normalises as it goes: each tile of each row is brought to a largest value of 1, and its
 product back to size in float32.
 
-A matrix of few rows may also be cut along K, so that there are programs for the whole GPU: into `PARTS` of a program
-each, or into `GROUPS` of the warps of one program. Parts meet in memory, and the last to arrive (`sync.py`) adds them,
-in a fixed order; that takes time, but a program of many rows reads fewer activations for each weight. Groups each
-multiply their own columns, as a product of three dimensions, and meet in shared memory.
+A matrix of few rows may also be cut along K, so that there are programs for the whole GPU: into `PARTS`, of one program
+each, or into `GROUPS`, of one warp or more of the same program. Parts meet in memory, and the last to arrive
+(`sync.py`) adds them, in a fixed order; that takes time, but a program of many rows reads fewer activations for each
+weight. Groups each multiply their own columns, as a product of three dimensions, and meet in shared memory.
 
 Tried and not kept: asking the L2 cache for weights ahead of their kernel, from the kernel itself (no gain) or from
 attention, while the memory has little to do (3 to 8 % slower); handing activations on for two or three turns (0.7 %

@@ -15,7 +15,8 @@ no faster. The shape of these kernels follows from that:
 
 Names: M rows of activations, of which n are real; N rows and K columns of the matrix. Rows beyond n or N are clamped to
 the last one, computed again, and not stored. The same kernels serve 3 to 32 rows, with the product of `gemm.py`, to
-which rows beyond n are zero. (They take up to 4 rows the plain way; `launch.PLAIN_ROWS` says how many are faster so.)
+which rows beyond n are zero, and with a tensor map those beyond N. (They take up to 4 rows the plain way;
+`launch.PLAIN_ROWS` says how many are faster so.)
 """
 
 import triton

@@ -72,7 +72,7 @@ def one_group(
     scale *= LOG2E
     query = tl.zeros((GP, DP), k_head.dtype.element_ty)
     new_k, new_v = tl.zeros((DP,), k_head.dtype.element_ty), tl.zeros((DP,), k_head.dtype.element_ty)
-    m = tl.full((GP,), 0.5 * NEVER, tl.float32)  # above the scores of tokens that are not there, which then weigh 0
+    m = tl.full((GP,), 0.5 * NEVER, tl.float32)  # finite, and above NEVER: tokens that are not there weigh 0
     weights = tl.zeros((BT, GP), tl.float32)  # of the tokens at each place of a tile: summed up after the loop
     acc = tl.zeros((DP, GP), tl.float32)
     for t0 in tl.range(first, tl.maximum(past, first + 1), BT, num_stages=3):

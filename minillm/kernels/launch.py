@@ -33,7 +33,7 @@ CHUNK_SPLITS = 8
 """Splits of it, at most: one program merges them."""
 
 ROOM = 80 * 1024
-"""Bytes of shared memory for the weights on their way in one program: 2 to 6 tiles."""
+"""Bytes of shared memory for the weights on their way in one program, if they are 2 tiles at least and 6 at most."""
 
 MAX_PARTS = 8
 """Programs that share rows of a matrix, at most: what there is scratch memory for."""
@@ -43,7 +43,8 @@ class Tile(NamedTuple):
     """How a matrix is cut: each program owns `rows` rows and reads them in tiles of `columns` columns.
 
     parts: programs that share the rows, each with a part of the columns; groups: of warps, that share a program's rows
-    in the same way (not in float16, where a norm needs all columns). Both are 1 for up to 4 rows of activations.
+    in the same way. Both are 1 for up to 4 rows of activations, and where a norm needs all columns, as in float16. No
+    measured shape has groups any more, but the tuner tries them.
     """
 
     rows: int
@@ -72,14 +73,16 @@ def row_bucket(n: int) -> int:
 
 
 def tile(
-    columns: int, rows: int, m: int, unit: int = 0, whole: bool = False, grouped: bool = True, memory: int = 2**20
-) -> Tile:
+    columns: int, rows: int, m: int, unit: int = 0, whole: bool = False, grouped: bool = True, memory: int = 2**20,
+    widest: int = 2**20,
+) -> Tile:  # fmt: skip
     """The tile for a matrix of `rows` x `columns` and m rows of activations, one of `row_bucket`.
 
     Args:
         unit: a program's rows must divide this (head_dim, where a program must stay within a head); 0 is no limit.
         whole: the columns may not be cut into parts. grouped: they may be shared by groups of warps.
-        memory: bytes of shared memory that a program may have. A measured shape that needs more is not used.
+        memory: bytes of shared memory that a program may have; widest: columns that a tile may have on tensor cores.
+            A measured shape that needs more is not used; those of the rule are made for small GPUs.
     """
 
     def fitted(shape: Tile) -> Tile:
@@ -90,9 +93,14 @@ def tile(
     known = table.TILES.get((columns, rows, m))
     if known is not None:
         shape = fitted(Tile(*known))
-        if m <= 4 or shared_memory(shape, columns, m) <= memory:
+        if m <= 4 or (shared_memory(shape, columns, m) <= memory and shape.columns <= widest):
             return shape
     return fitted(_tile_by_rule(columns, rows, m))
+
+
+def widest(capability: tuple[int, int]) -> int:
+    """Columns that a tile may have: Blackwell holds activations in tensor memory, which is 512 columns wide."""
+    return 512 if capability >= (10, 0) else 2**20
 
 
 def ahead(tile: Tile) -> int:
@@ -134,7 +142,7 @@ def _tile_by_rule(columns: int, rows: int, m: int) -> Tile:
 
 
 def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
-    """For tensor cores: tiles of 4 to 32 KB and, where few rows make few programs, parts of two tiles at least."""
+    """For tensor cores: tiles of 2 to 32 KB and, where few rows make few programs, parts of two tiles at least."""
     height = next(height for height in (64, 32, 16) if rows >= 32 * height or height == 16)
     height = 128 if m == 32 and rows >= 128 * PROGRAMS // 2 else height
     width = 128 if -(-columns // 128) * 128 <= 1.25 * columns else 64

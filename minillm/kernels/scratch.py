@@ -37,7 +37,8 @@ class Scratch:
         self.index = torch.empty(candidates, device=device, dtype=torch.int32)
 
         # parts of a product that is cut along its columns: of up to MAX_PARTS programs, one number each for every row
-        # of activations and every row of the matrix, which writes the residual stream or q, k and v
+        # of activations and every row of the matrix, which writes the residual stream or q, k and v; the last program
+        # may own up to 128 rows more than there are
         height = max(config.hidden_size, (heads + 2 * kv_heads) * head_dim)
         blocks = -(-height // MIN_ROWS) if wide else 0
         self.product_parts = torch.empty(launch.MAX_PARTS * (MIN_ROWS * blocks + 128) * m, device=device)

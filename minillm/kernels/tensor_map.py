@@ -16,7 +16,7 @@ def tensor_map(weight: Tensor, tile: Tile) -> Any | None:
 
     Groups of warps read at several columns at once. For them the matrix is a tensor of three dimensions, [all groups of
     all parts, N, their columns], and one tile is [groups, rows, columns]. That needs columns that all groups share
-    evenly, or the last of them would end in the next row.
+    evenly, or the last of them would end in the next row, and in whole tiles, or they would reach into the next group.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # here, because triton comes with CUDA builds only
 
