@@ -133,8 +133,10 @@ class FusedOps(FusedFinish):
         n = x.shape[0]
         if n > MAX_ROWS:
             return self.prompt.qkv_rope_append(x, w, rope, eps, kv, rows, slots, head_dim)
-        q = x.new_empty(n, self.heads, head_dim)
         turns = torch.view_as_real(rope)  # [n, head_dim / 2, 2]
+        if self._attention_finishes and w.q_norm is None:
+            return self._qkv_parts(x, w, turns, slots, eps)
+        q = x.new_empty(n, self.heads, head_dim)
         heads, slots_a_head = self.heads + 2 * self.kv_heads, kv.shape[3]
         if w.q_norm is not None:
             y = self._linear(x, w.qkv, w.input_norm, w.qkv_bias, None, eps, x.dtype)
@@ -146,8 +148,6 @@ class FusedOps(FusedFinish):
             )  # fmt: skip
             return q
         x, gain, squares, blocks = self._normed(x, w.input_norm)
-        if self._attention_finishes:
-            return self._qkv_parts(x, w, gain, squares, blocks, turns, slots, eps)
         size = w.qkv.shape[0]
         tile, matrix, constants = self._cut(w.qkv, n, gain, blocks, unit=head_dim)
         self._run(
@@ -158,12 +158,10 @@ class FusedOps(FusedFinish):
         )  # fmt: skip
         return q
 
-    def _qkv_parts(
-        self, x: Tensor, w: LayerWeights, gain: Tensor | None, squares: Tensor | None, blocks: int, turns: Tensor,
-        slots: Tensor, eps: float,
-    ) -> Tensor:  # fmt: skip
+    def _qkv_parts(self, x: Tensor, w: LayerWeights, turns: Tensor, slots: Tensor, eps: float) -> Tensor:
         """The product alone, [summands, n, (heads + 2 kv_heads) * head_dim]: attention does the rest."""
         n, size = x.shape[0], w.qkv.shape[0]
+        x, gain, squares, blocks = self._normed(x, w.input_norm)
         tile, matrix, constants = self._cut(w.qkv, n, gain, blocks)
         qkv = self.scratch.product_parts[: tile.parts * n * size].view(tile.parts, n, size)
         self._run(
@@ -246,7 +244,7 @@ class FusedOps(FusedFinish):
     def _prepare(self, x: Tensor, gain: Tensor | None, blocks: int) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(gain, scaled, squares) for a kernel that writes x, if there is a norm to prepare for; gain None if not."""
         n = x.shape[0]
-        if gain is None or x.dtype not in PREPARED or not launch.PLAIN_ROWS < n <= MAX_ROWS:
+        if gain is None or x.dtype not in PREPARED or not launch.on_tensor_cores(n):
             return None, None, self.scratch.squares
         self._prepared = Prepared(x, gain, x.new_empty(n, x.shape[1]), self.scratch.squares, blocks)
         return gain, self._prepared.scaled, self.scratch.squares

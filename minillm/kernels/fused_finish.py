@@ -42,7 +42,7 @@ class FusedFinish:
 
         For fewer rows the logits are few bytes; for more, the output projection is not a kernel of this project.
         """
-        return launch.PLAIN_ROWS < n <= launch.MAX_ROWS
+        return launch.on_tensor_cores(n)
 
     def sample_and_advance(self, logits: Tensor, state: DecodeState, mode: Mode) -> None:
         """See `step.sample_and_advance`: logits float32 [n, vocab], the state of the n rows."""

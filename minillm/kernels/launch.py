@@ -72,6 +72,11 @@ def row_bucket(n: int) -> int:
     return power_of_two(n) if n <= PLAIN_ROWS else max(8, power_of_two(n))
 
 
+def on_tensor_cores(n: int) -> bool:
+    """Whether the product of n rows of activations is that of `gemm.py`: neither a plain one nor cuBLAS's."""
+    return PLAIN_ROWS < n <= MAX_ROWS
+
+
 def tile(
     columns: int, rows: int, m: int, unit: int = 0, whole: bool = False, grouped: bool = True, memory: int = 2**20,
     widest: int = 2**20,
@@ -155,7 +160,7 @@ def _wide_tile_by_rule(columns: int, rows: int, m: int) -> Tile:
 def splits(heads: int, kv_heads: int, head_dim: int, rows: int) -> Splits:
     """How attention of so many rows is split. `number` is a power of two up to 32."""
     few = rows < LONG_ROWS
-    known = table.ATTENTION.get((heads, kv_heads, head_dim, 1 if few else row_bucket(min(rows, 32))))
+    known = table.ATTENTION.get((heads, kv_heads, head_dim, 1 if few else row_bucket(min(rows, MAX_ROWS))))
     if known is not None:
         return Splits(*known)
     number = (16 if heads <= 32 else 8) if few else max(1, 16 // power_of_two(rows))
