@@ -5,7 +5,8 @@
 
 A shape is judged by the time of whole decode steps in a CUDA Graph, never by a kernel alone: repeated alone, a small
 matrix stays in the L2 cache, which it never does in a model, and what overlaps its neighbours is not seen. One kernel
-is varied at a time, and a change is kept if it saves at least 0.2 % of the step, twice. Weights are random; layers are
+is varied at a time, and a change is kept if it saves at least 0.2 % of the step, twice; last, when its programs allow
+the next kernel (`Tile.late`). Weights are random; layers are
 as many as the model has, so that nothing but the cache hierarchy of a real step is measured.
 
 Compiling takes longer than measuring. So worker processes compile all shapes ahead, in parallel, into the cache that
@@ -30,6 +31,7 @@ from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.kernels import launch, table
 from minillm.kernels.fused import FusedOps
+from minillm.kernels.fused_finish import limits
 from minillm.model import Llama
 from minillm.sampling import Mode
 from minillm.state import DecodeState
@@ -222,14 +224,19 @@ class CompileOnly(FusedOps):
 
 
 def compile_trial(config: ModelConfig, rows: int, plain_rows: int, trial: Trial) -> None:
-    """In a worker process: leave the kernel of one trial in Triton's cache on disk."""
+    """In a worker process: leave the kernel of one trial in Triton's cache on disk.
+
+    Raises: ValueError if this GPU cannot run the shape, in place of which a launch would take that of the rule.
+    """
     launch.PLAIN_ROWS = plain_rows
     name, key, shape = trial
     table_of(name)[key] = shape
     one_layer = replace(config, num_hidden_layers=1)
     meta, dtype = torch.device("meta"), torch.bfloat16
     ops = CompileOnly(one_layer, rows, SLOTS, meta)
-    ops.pdl = ops.tma = torch.cuda.get_device_capability() >= (9, 0)
+    ops.fit(*limits(torch.device("cuda")))
+    if name != "attention" and launch.tile(*key, memory=ops.memory, widest=ops.widest) != launch.Tile(*shape):
+        raise ValueError(f"{shape} does not fit")
     ops.trial = trial
     model = Llama(one_layer, allocate(one_layer, meta, dtype), SLOTS, ops)
     state = DecodeState.allocate(rows, config.vocab_size, meta)
@@ -248,14 +255,21 @@ def improve(bench: DecodeBench, name: str, found: list[Trial], deadline: float) 
             entries[key] = shape
 
     best, fastest = before, first
-    for _, _, shape in found:
-        if time.perf_counter() > deadline:
-            break
+
+    def judge(shape: Shape) -> None:
+        nonlocal best, fastest, tried
         put(shape)
         tried += 1
         now = bench.milliseconds(stop_at=fastest * 1.03)
         if now < fastest * GAIN:
             best, fastest = shape, now
+
+    for _, _, shape in found:
+        if time.perf_counter() < deadline:
+            judge(shape)
+    if name != "attention" and time.perf_counter() < deadline:
+        chosen = launch.tile(*key) if best is None else launch.Tile(*best)
+        judge(tuple(chosen._replace(late=1 - chosen.late)))
     if best != before:  # once more, one after the other: a GPU does not run at one speed all the time
         put(before)
         first = bench.milliseconds()
@@ -286,7 +300,7 @@ def write_table(path: Path) -> None:
     text = f'"""{table.__doc__}"""\n\nMEASURED_ON = "{where}"\n\n'
     text += "TILES: dict[tuple[int, ...], tuple[int, ...]] = {\n"
     text += "    # (columns K, rows N of the matrix, rows of activations):\n"
-    text += "    #     (rows a program, columns a tile, warps, parts, groups)\n"
+    text += "    #     (rows a program, columns a tile, warps, parts, groups, late)\n"
     text += "".join(f"    {key}: {value},\n" for key, value in sorted(table.TILES.items()))
     text += "}\n\nATTENTION: dict[tuple[int, ...], tuple[int, ...]] = {\n"
     text += "    # (query heads, kv heads, head_dim, rows): (splits, tokens a tile, warps)\n"

@@ -47,7 +47,8 @@ def test_the_table_holds_only_what_kernels_can_take() -> None:
         assert tile.parts <= launch.MAX_PARTS
         assert m <= launch.PLAIN_ROWS or MIN_ROWS <= tile.rows <= 128 or tile.parts == 1
         assert tile.groups in (1, tile.warps)  # Triton gives each group a warp
-        assert all(number == launch.power_of_two(number) for number in tile)
+        assert all(number == launch.power_of_two(number) for number in tile[:5])
+        assert tile.late in (0, 1)
         weights = tile.rows * tile.columns * tile.groups // (32 * tile.warps)  # a thread
         assert weights <= (128 if m <= launch.PLAIN_ROWS else 256)  # in registers; or on their way to shared memory
         assert tile.columns < 2 * columns

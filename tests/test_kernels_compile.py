@@ -53,8 +53,7 @@ class Compiled(FusedOps):
     def __init__(self, config: ModelConfig, arch: int, dtype: torch.dtype) -> None:
         super().__init__(config, 32, 8192, CPU)
         self.arch, self.kernels = arch, []
-        self.pdl = self.tma = arch >= 90
-        self.memory, self.widest = SHARED_MEMORY[arch], launch.widest(divmod(arch, 10))
+        self.fit(divmod(arch, 10), SHARED_MEMORY[arch])
 
     def _run(
         self, kernel: Any, grid: tuple[int, ...], warps: int, *args: object, fence: bool = False, **constants: int
@@ -213,6 +212,28 @@ def waits(ptx: str) -> list[list[str]]:
                 way.append(came_from[way[-1]])
             found.append([lines[place] for place in reversed(way)])
     return found
+
+
+@pytest.mark.parametrize(("n", "late"), [(1, 0), (1, 1), (8, 0), (8, 1)])
+def test_a_late_kernel_allows_the_next_once_its_weights_are_requested(
+    n: int, late: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And before its wait; any other allows it first. In the instructions that run, which the compiler has ordered."""
+    choose = launch.tile
+    monkeypatch.setattr(launch, "tile", lambda *args: choose(*args)._replace(late=late))
+    seen = 0
+    for name, kernel in compile_step(LLAMA_1B, n, 90, torch.bfloat16):
+        if name in (*FINISHES, "begin_kernel", "attention_kernel"):
+            continue
+        code = disassemble(kernel.asm["cubin"], tmp_path)
+        weights = "UTMALDG" if n > launch.PLAIN_ROWS else ".EF."
+        allow, wait, read = (
+            min(i for i, line in enumerate(code) if word in line) for word in ("PREEXIT", "ACQBULK", weights)
+        )
+        assert allow < wait, name
+        assert (read < allow) == bool(late), name
+        seen += 1
+    assert seen >= 5
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(8, torch.bfloat16), (32, torch.bfloat16), (8, torch.float16)])

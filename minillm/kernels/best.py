@@ -19,20 +19,21 @@ from .sync import allow_next, wait_for_previous
 def best_logits_kernel(
     x, w, gain, squares, best, index, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each BN rows of w [N, K], the largest of w norm(x) for x [n, K], and the first row where it stands.
 
     Grid (blocks of BN rows). best float32 and index int32 [n, blocks of the grid]. A NaN counts as infinite, as in
     `finish.store_best`. For w, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`. On tensor cores alone.
     """
-    allow_next(PDL)
+    if not LATE:
+        allow_next(PDL)
     block = tl.program_id(0)
     first = block * BN
     _, _, column = outputs(first, n, N, M, BN)  # [1, BN]
     y, _, _ = product(
         0, 0, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, GROUPS,
-        AHEAD, TMA, PDL,
+        AHEAD, TMA, LATE, PDL,
     )  # fmt: skip
     value = tl.where(y == y, y, float("inf"))
     value = tl.where(column < N, value, float("-inf"))

@@ -187,6 +187,7 @@ class FusedOps(FusedFinish):
         constants = {
             "K": columns, "M": m, "BN": tile.rows, "BK": tile.columns, "BLOCKS": launch.power_of_two(blocks),
             "GROUPS": tile.groups, "AHEAD": launch.ahead(tile), "TMA": mapped is not None,
+            "LATE": tile.late,
         }  # fmt: skip
         return tile, weight if mapped is None else mapped, constants
 

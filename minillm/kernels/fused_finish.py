@@ -12,6 +12,15 @@ from . import launch
 from .scratch import CHUNK, Scratch
 
 
+def limits(device: torch.device) -> tuple[tuple[int, int], int]:
+    """(compute capability of a GPU, bytes of shared memory that a program may have there)."""
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return torch.cuda.get_device_capability(index), properties["max_shared_mem"]
+
+
 class FusedFinish:
     """Scratch memory, and the end of a step in kernels that share it.
 
@@ -21,8 +30,6 @@ class FusedFinish:
 
     def __init__(self, config: ModelConfig, max_rows: int, max_splits: int, device: torch.device) -> None:
         # here, because triton is only there with CUDA builds of PyTorch
-        import triton
-
         from . import best, draw, finish
 
         self._best, self._draw, self._finish = best, draw, finish
@@ -30,11 +37,12 @@ class FusedFinish:
         self.pdl = self.tma = False  # see `sync.py` and `gemm.py`
         self.memory = self.widest = 2**20  # bytes of shared memory, and columns of a tile, that a program may have
         if device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            self.pdl = self.tma = capability >= (9, 0)
-            self.widest = launch.widest(capability)
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self.memory = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+            self.fit(*limits(device))
+
+    def fit(self, capability: tuple[int, int], memory: int) -> None:
+        """Choose what kernels may do on a GPU whose `limits` these are."""
+        self.pdl = self.tma = capability >= (9, 0)
+        self.memory, self.widest = memory, launch.widest(capability)
 
     @staticmethod
     def finds_best(n: int) -> bool:

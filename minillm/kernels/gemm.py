@@ -39,7 +39,7 @@ in groups, so that no parts meet in memory (with 32 rows 7 % slower: every progr
 import triton
 import triton.language as tl
 
-from .sync import last_to_arrive, wait_in_a_loop
+from .sync import allow_next, last_to_arrive, wait_in_a_loop
 
 # mypy: ignore-errors
 
@@ -48,7 +48,7 @@ from .sync import last_to_arrive, wait_in_a_loop
 def dot_rows_wide(
     w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """norm(x[m]) . w[first + row] over this program's part of the columns, and what `extra` and `slots` point at.
 
@@ -57,7 +57,8 @@ def dot_rows_wide(
     x: [n, K]; w: [N, K], with TMA a tensor map of it (`tensor_map.py`). Norm: `gain` [K], which needs all columns, so
     that PARTS and GROUPS are 1; or `squares` float32 [blocks, M], if x has been multiplied by the gain before, with
     BLOCKS the power of two of blocks; or none, if both are None. PARTS: how many programs share the columns, along
-    axis 1 of the grid. GROUPS: how many groups of warps share those of a program. AHEAD: see `launch.ahead`.
+    axis 1 of the grid. GROUPS: how many groups of warps share those of a program. AHEAD: see `launch.ahead`. LATE:
+    allow the next kernel here, once weights are on their way.
     """
     STAGES: tl.constexpr = AHEAD + 1  # with the one in use
     LENGTH: tl.constexpr = ((K + PARTS * GROUPS - 1) // (PARTS * GROUPS) + BK - 1) // BK * BK  # columns of a group
@@ -96,6 +97,8 @@ def dot_rows_wide(
         else:
             wt = tl.load(wp + start, mask=start + k < stop, other=0.0, eviction_policy="evict_first")
         if start == 0:
+            if LATE:
+                allow_next(PDL)
             wait_in_a_loop(PDL)
             x0 = tl.load(xp, mask=real & (k < stop), other=0.0)
             if extra is not None:

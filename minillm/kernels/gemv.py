@@ -83,16 +83,19 @@ def dot_rows(wt, wp, x, gain, n, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.c
 
 @triton.jit
 def request_and_wait(
-    w, first, N, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
-):
+    w, first, N, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """(the first tile of weights, on its way to registers before the wait; the pointers that it was loaded from).
 
-    Tensor cores do both in their loop, and get two zeros.
+    LATE: allow the next kernel in between. Tensor cores do all this in their loop, and get two zeros.
     """
     wt, wp = 0, 0
     if M <= 4:
         wp = weight_pointers(w, first, N, K, BN, BK)
         wt = load_tile(wp, 0, K, BK, "evict_first")
+        if LATE:
+            allow_next(PDL)
         wait_for_previous(PDL)
     return wt, wp
 
@@ -101,7 +104,7 @@ def request_and_wait(
 def product(
     wt, wp, w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`dot_rows` for up to 4 rows of activations, and what equals it on tensor cores for more.
 
@@ -118,7 +121,7 @@ def product(
     else:
         y, added, slot = dot_rows_wide(
             w, x, gain, squares, extra, inside, slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, GROUPS,
-            AHEAD, TMA, PDL,
+            AHEAD, TMA, LATE, PDL,
         )  # fmt: skip
     return y, added, slot
 
@@ -127,7 +130,7 @@ def product(
 def linear_kernel(
     x, w, gain, squares, bias, residual, out, next_gain, scaled, next_squares, parts, counters, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
-    GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
 
@@ -135,10 +138,11 @@ def linear_kernel(
     and next_gain may be None; for w with TMA, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`, for
     next_gain, scaled and next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
     """
-    allow_next(PDL)
+    if not LATE:
+        allow_next(PDL)
     block = tl.program_id(0)
     first = block * BN
-    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
     place, inside, column = outputs(first, n, N, M, BN)
     extra, following = None, None
     if residual is not None:
@@ -147,7 +151,7 @@ def linear_kernel(
         following = tl.load(next_gain + column, mask=column < N, other=0.0)
     y, added, _ = product(
         wt, wp, w, x, gain, squares, extra, inside, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
-        GROUPS, AHEAD, TMA, PDL,
+        GROUPS, AHEAD, TMA, LATE, PDL,
     )  # fmt: skip
     last = True
     if PARTS > 1:
@@ -170,15 +174,16 @@ def outputs(first, n, N, M: tl.constexpr, BN: tl.constexpr):
 def gate_up_kernel(
     x, w, gain, squares, bias, out, n, N, blocks, eps,
     K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr,
-    AHEAD: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
-    allow_next(PDL)
+    if not LATE:
+        allow_next(PDL)
     first = tl.program_id(0) * BN
-    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
     y, _, _ = product(
         wt, wp, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, 1, GROUPS,
-        AHEAD, TMA, PDL,
+        AHEAD, TMA, LATE, PDL,
     )  # fmt: skip
     if bias is not None:
         row = first + tl.arange(0, BN)
@@ -195,16 +200,17 @@ def qkv_rope_append_kernel(
     x, w, gain, squares, bias, rope, rows, slots, q, k_cache, v_cache, parts, counters, n, N, blocks, heads, kv_heads,
     S, eps, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Project norm(x) to q, k, v; rotate q and k; write q to its tensor, k and v to the cache.
 
     x [n, K]; w [N, K], rotary pairs in neighbouring rows; rope [n, D / 2, 2] float32, cos and sin; rows, slots [n];
     q [n, heads, D]; k_cache and v_cache [rows, kv_heads, S, D]. BN divides D: the rows of a program are of one head.
     """
-    allow_next(PDL)
+    if not LATE:
+        allow_next(PDL)
     first = tl.program_id(0) * BN
-    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, PDL)
+    wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
     m = tl.arange(0, M)
     real = m < n
     row = tl.load(rows + m, mask=real, other=0)
@@ -212,7 +218,7 @@ def qkv_rope_append_kernel(
     turns = rope + m[:, None] * D + d
     y, turn, slot = product(
         wt, wp, w, x, gain, squares, turns, real[:, None], slots, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS,
-        GROUPS, AHEAD, TMA, PDL,
+        GROUPS, AHEAD, TMA, LATE, PDL,
     )  # fmt: skip
     last = True
     if PARTS > 1:
@@ -240,19 +246,20 @@ def qkv_rope_append_kernel(
 def qkv_parts_kernel(
     x, w, gain, squares, out, n, N, blocks, eps, K: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, AHEAD: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The product alone of `qkv_rope_append_kernel`, as PARTS summands: out float32 [PARTS, n, N].
 
     Attention of a group (`group.py`) adds them up, each of its programs what it needs, and does the rest. So no program
     waits for another here. For more rows than plain products are made for.
     """
-    allow_next(PDL)
+    if not LATE:
+        allow_next(PDL)
     first = tl.program_id(0) * BN
     place, inside, _ = outputs(first, n, N, M, BN)
     y, _, _ = product(
         0, 0, w, x, gain, squares, None, None, None, first, n, N, blocks, eps, K, M, BN, BK, BLOCKS, PARTS, GROUPS,
-        AHEAD, TMA, PDL,
+        AHEAD, TMA, LATE, PDL,
     )  # fmt: skip
     tl.store(out + tl.program_id(1) * n * N + place, y, mask=inside)
 

@@ -44,7 +44,8 @@ class Tile(NamedTuple):
 
     parts: programs that share the rows, each with a part of the columns; groups: of warps, that share a program's rows
     in the same way. Both are 1 for up to 4 rows of activations, and where a norm needs all columns, as in float16. No
-    measured shape has groups any more, but the tuner tries them.
+    measured shape has groups any more, but the tuner tries them. late: 1 if the next kernel is allowed only after
+    the first weights are requested (`sync.py`).
     """
 
     rows: int
@@ -52,6 +53,7 @@ class Tile(NamedTuple):
     warps: int
     parts: int = 1
     groups: int = 1
+    late: int = 0
 
 
 class Splits(NamedTuple):

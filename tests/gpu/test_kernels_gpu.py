@@ -1,5 +1,7 @@
 """The fused kernels on a GPU, at real sizes: each against its definition in float64, and the same bits every time."""
 
+from typing import Any
+
 import kernel_cases as cases
 import pytest
 import torch
@@ -312,7 +314,23 @@ def test_replays_equal_one_kernel_at_a_time(name: str, n: int, mode: Mode) -> No
     Guards the order of kernels that overlap: reading before the wait what an earlier kernel of the same step writes, or
     a program that ends without waiting, shows as bits that differ. Lengths cross the borders of tiles and splits.
     """
-    step = Step(config(name, num_hidden_layers=6, vocab_size=32000), n, 30, mode)
+    compare_replays(Step(config(name, num_hidden_layers=6, vocab_size=32000), n, 30, mode))
+
+
+@pytest.mark.parametrize("n", [1, 4, 8, 32])
+def test_replays_of_late_kernels_equal_one_kernel_at_a_time(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where each product allows the next kernel late that does so early by the table, and the reverse."""
+    choose = launch.tile
+
+    def other_way(*args: Any) -> launch.Tile:
+        tile = choose(*args)
+        return tile._replace(late=1 - tile.late)
+
+    monkeypatch.setattr(launch, "tile", other_way)
+    compare_replays(Step(config("Llama-3.2-1B", num_hidden_layers=6, vocab_size=32000), n, 30))
+
+
+def compare_replays(step: Step) -> None:
     wanted = eager_with_waits(step, 100)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
