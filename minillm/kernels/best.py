@@ -26,8 +26,7 @@ def best_logits_kernel(
     Grid (blocks of BN rows). best float32 and index int32 [n, blocks of the grid]. A NaN counts as infinite, as in
     `finish.store_best`. For w, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`. On tensor cores alone.
     """
-    if not LATE:
-        allow_next(PDL)
+    allow_next(PDL and not LATE)
     block = tl.program_id(0)
     first = block * BN
     _, _, column = outputs(first, n, N, M, BN)  # [1, BN]

@@ -138,8 +138,7 @@ def linear_kernel(
     and next_gain may be None; for w with TMA, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`, for
     next_gain, scaled and next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
     """
-    if not LATE:
-        allow_next(PDL)
+    allow_next(PDL and not LATE)
     block = tl.program_id(0)
     first = block * BN
     wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
@@ -177,8 +176,7 @@ def gate_up_kernel(
     AHEAD: tl.constexpr, TMA: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = SiLU(gate) * up of norm(x): x [n, K], w [N, K] with rows gate, up, gate, up ..., out [n, N / 2]."""
-    if not LATE:
-        allow_next(PDL)
+    allow_next(PDL and not LATE)
     first = tl.program_id(0) * BN
     wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
     y, _, _ = product(
@@ -207,8 +205,7 @@ def qkv_rope_append_kernel(
     x [n, K]; w [N, K], rotary pairs in neighbouring rows; rope [n, D / 2, 2] float32, cos and sin; rows, slots [n];
     q [n, heads, D]; k_cache and v_cache [rows, kv_heads, S, D]. BN divides D: the rows of a program are of one head.
     """
-    if not LATE:
-        allow_next(PDL)
+    allow_next(PDL and not LATE)
     first = tl.program_id(0) * BN
     wt, wp = request_and_wait(w, first, N, K, M, BN, BK, LATE, PDL)
     m = tl.arange(0, M)
@@ -253,8 +250,7 @@ def qkv_parts_kernel(
     Attention of a group (`group.py`) adds them up, each of its programs what it needs, and does the rest. So no program
     waits for another here. For more rows than plain products are made for.
     """
-    if not LATE:
-        allow_next(PDL)
+    allow_next(PDL and not LATE)
     first = tl.program_id(0) * BN
     place, inside, _ = outputs(first, n, N, M, BN)
     y, _, _ = product(

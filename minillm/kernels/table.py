@@ -8,6 +8,7 @@ MEASURED_ON = "NVIDIA H200, torch 2.11.0+cu130"
 TILES: dict[tuple[int, ...], tuple[int, ...]] = {
     # (columns K, rows N of the matrix, rows of activations):
     #     (rows a program, columns a tile, warps, parts, groups, late)
+    (576, 576, 1): (2, 1024, 1, 1, 1, 1),
     (576, 3072, 1): (2, 1024, 2),
     (2048, 2048, 1): (4, 2048, 4),
     (2048, 2048, 8): (64, 512, 4, 4),
