@@ -193,8 +193,7 @@ def check_attention_that_finishes(
 def check_best(ops: FusedOps, x: Tensor, norm: Tensor, weight: Tensor, eps: float, state: DecodeState) -> None:
     """A greedy step that ends without logits is one that ends with them: the same product, so every bit is the same."""
     got, want = copy_of(state), copy_of(state)
-    for scratch in (ops.scratch.best, ops.scratch.tops):
-        scratch.fill_(math.nan)
+    ops.scratch.best.fill_(math.nan)
     with poisoned_outputs():
         ops.greedy_finish(ops.norm_logits(x, norm, weight, eps), want)
     ops.scratch.best.fill_(math.nan)

@@ -40,6 +40,7 @@ SMALL_QWEN3 = {
 }  # fmt: skip
 
 
+PROJECTIONS = {"linear_kernel", "gate_up_kernel", "qkv_parts_kernel", "best_logits_kernel"}  # on tensor cores
 FINISHES = ("greedy_finish_kernel", "best_finish_kernel", "measure_kernel", "draw_kernel")
 
 
@@ -247,13 +248,7 @@ def test_the_past_is_requested_before_a_wait_in_a_loop_and_nothing_else(n: int, 
     early = {"attention_kernel": 2, "linear_kernel": 1}  # lengths; the next gain
     found = set()
     for name, kernel in compile_step(LLAMA_1B, n, 90, dtype):
-        if name not in (
-            "linear_kernel",
-            "gate_up_kernel",
-            "qkv_parts_kernel",
-            "best_logits_kernel",
-            "attention_kernel",
-        ):
+        if name not in (*PROJECTIONS, "attention_kernel"):
             continue
         found.add(name)
         copy = "cp.async.cg" if name == "attention_kernel" else "cp.async.bulk.tensor"

@@ -8,11 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
 
-from test_kernels_compile import LLAMA_1B, compile_step, disassemble
+from test_kernels_compile import LLAMA_1B, PROJECTIONS, compile_step, disassemble
 
 from minillm.kernels import table
-
-PROJECTIONS = {"linear_kernel", "gate_up_kernel", "qkv_parts_kernel", "best_logits_kernel"}
 
 
 def loops(code: list[str]) -> list[list[str]]:
