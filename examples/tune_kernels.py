@@ -5,9 +5,9 @@
 
 A shape is judged by the time of whole decode steps in a CUDA Graph, never by a kernel alone: repeated alone, a small
 matrix stays in the L2 cache, which it never does in a model, and what overlaps its neighbours is not seen. One kernel
-is varied at a time, and a change is kept if it saves at least 0.2 % of the step, twice; last, when its programs allow
-the next kernel (`Tile.late`). Weights are random; layers are
-as many as the model has, so that nothing but the cache hierarchy of a real step is measured.
+is varied at a time, last when its programs allow the next kernel (`Tile.late`), and a change is kept if it saves at
+least 0.2 % of the step, twice. Weights are random; layers are as many as the model has, so that nothing but the cache
+hierarchy of a real step is measured.
 
 Compiling takes longer than measuring. So worker processes compile all shapes ahead, in parallel, into the cache that
 Triton keeps on disk: they call the operations on tensors that have shapes and no memory.

@@ -9,7 +9,7 @@ for free, and in a decode step almost all bytes are weights, which nobody writes
 1. `allow_next` gives no permission to read anything: only the wait does. So it may come first, and mostly does. But the
    programs of a next kernel that find room at once request their weights at once, and those of this kernel, which are
    needed sooner, share the memory with them. Where that costs time, this kernel requests its first weights before it
-   allows the next (`launch.Tile.late`): 1.5 % of a step at 1B with 32 rows, in one kernel. Which, is measured.
+   allows the next (`launch.Tile.late`): 1.5 % of a step at 1B with 32 rows, by one kernel. Which do is measured.
 2. Before the wait, read only what no earlier kernel of this step writes. A kernel writes nothing before its wait.
 3. *Every* program waits, also one that has nothing to do. Only then does "the kernel before has ended" imply the same
    of all kernels before that one.
