@@ -1,25 +1,25 @@
 """Find the fastest launch shapes of the fused kernels on this GPU, and write them to minillm/kernels/table.py.
 
-    python examples/tune_kernels.py --model llama-3.2-1b --rows 1 8     # under a minute
-    python examples/tune_kernels.py --seconds 600 --dry-run             # all models; print, write nothing
+    python -m examples.tune_kernels --model llama-3.2-1b --rows 1 8     # under a minute
+    python -m examples.tune_kernels --seconds 600 --dry-run             # all models; print, write nothing
 
-A shape is judged by the time of whole decode steps in a CUDA Graph, never by a kernel alone: repeated alone, a small
-matrix stays in the L2 cache, which it never does in a model, and what overlaps its neighbours is not seen. One kernel
-is varied at a time, last when its programs allow the next kernel (`Tile.late`), and a change is kept if it saves at
-least 0.2 % of the step, twice. Weights are random; layers are as many as the model has, so that nothing but the cache
-hierarchy of a real step is measured.
+What is tried is in `launch_trials.py`. A shape is judged by the time of whole decode steps in a CUDA Graph, never by a
+kernel alone: repeated alone, a small matrix stays in the L2 cache, which it never does in a model, and what overlaps
+its neighbours is not seen. One kernel is varied at a time, last when its programs allow the next kernel (`Tile.late`),
+and a change is kept if it saves at least 0.2 % of the step, twice. Weights are random; layers are as many as the model
+has, so that nothing but the cache hierarchy of a real step is measured.
 
-Compiling takes longer than measuring. So worker processes compile all shapes ahead, in parallel, into the cache that
-Triton keeps on disk: they call the operations on tensors that have shapes and no memory.
+Compiling takes longer than measuring. So worker processes compile the shapes ahead, in parallel, into the cache that
+Triton keeps on disk (but for the late ones, which follow from what is found): they call the operations on tensors that
+have shapes and no memory.
 """
 
 import argparse
-import math
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from examples.launch_trials import Shape, Trial, trials
 from minillm.cache import KVCache
 from minillm.config import ModelConfig
 from minillm.kernels import launch, table
@@ -37,9 +38,6 @@ from minillm.sampling import Mode
 from minillm.state import DecodeState
 from minillm.step import decode_step
 from minillm.weights import allocate, randomise
-
-Shape = tuple[int, ...]  # an entry of a table, and a key
-Trial = tuple[str, Shape, Shape]  # what is varied, its key in the table, a shape to try
 
 MODELS = {  # layers, heads, kv heads, head_dim, hidden, intermediate, vocabulary
     "smollm2-135m": (30, 9, 3, 64, 576, 1536, 49152),
@@ -98,109 +96,29 @@ class DecodeBench:
             print(f"    refused: {str(error).splitlines()[0][:90]}")
             return float("inf")
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times: list[float] = []
-        for count in [4, 8] + [steps] * repeats:  # the first warms up, and pays for the first launch of the graph
+
+        def run(count: int) -> float:
             self.reset()
             begin.record()
             for _ in range(count):
                 graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / count)
-            if len(times) > 1 and times[-1] > stop_at:
-                return times[-1]
-        return statistics.median(times[2:])
+            return begin.elapsed_time(end) / count
+
+        return steady(run, stop_at, steps, repeats)
+
+    def tile(self, key: Shape) -> launch.Tile:
+        """What a launch takes for a matrix now: by the table, or by rule where it has nothing that fits this GPU."""
+        capability, memory = limits(self.device)
+        return launch.tile(*key, memory=memory, widest=launch.widest(capability))
 
 
-def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of each matrix of a step, those that take most of the time first."""
-    hidden, inter, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q = config.num_attention_heads * head_dim
-    return {
-        "gate_up": (hidden, 2 * inter),
-        "down": (inter, hidden),
-        "qkv": (hidden, q + 2 * config.num_key_value_heads * head_dim),
-        "o": (q, hidden),
-        "logits": (hidden, config.vocab_size),
-    }
-
-
-def tiles(columns: int, size: int, m: int, whole: bool) -> list[Shape]:
-    """Shapes worth a trial for a matrix of so many columns and rows: (rows a program, columns a tile, warps, ...).
-
-    Tensor cores: tiles of 4 to 64 KB; the columns may be shared by groups of warps and, if not `whole`, by programs.
-    Plain products: the four widths that waste least, 16 to 128 weights a thread, programs for every SM.
-    """
-    if m > 4:
-        shapes = [
-            (16, 256, 1), (16, 512, 1), (16, 256, 2), (16, 512, 2), (16, 1024, 2), (16, 512, 4), (16, 1024, 4),
-            (32, 128, 2), (32, 256, 2), (32, 512, 2), (32, 128, 4), (32, 256, 4), (32, 512, 4),
-            (64, 64, 2), (64, 128, 2), (64, 64, 4), (64, 128, 4), (64, 256, 4), (64, 256, 8),
-            (64, 512, 4), (64, 512, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (128, 256, 4), (128, 256, 8),
-            (256, 64, 8), (256, 128, 8),
-        ]  # fmt: skip
-        in_parts = [
-            (32, 128, 2, 2), (32, 256, 2, 2), (32, 256, 4, 2), (32, 128, 2, 4), (32, 256, 4, 4), (64, 128, 4, 2),
-            (64, 64, 4, 4), (64, 128, 2, 4), (64, 128, 4, 4), (64, 256, 4, 4), (64, 64, 4, 8), (64, 128, 4, 8),
-            (64, 256, 4, 8), (128, 64, 4, 4), (128, 128, 4, 4), (128, 64, 4, 8), (128, 128, 4, 8), (16, 512, 4, 4),
-            (32, 512, 4, 4), (32, 512, 8, 4), (32, 128, 4, 8), (32, 256, 4, 8), (32, 256, 8, 8), (64, 512, 8, 4),
-            (64, 128, 8, 8), (64, 256, 8, 8), (128, 128, 8, 8), (128, 256, 8, 8), (64, 512, 4, 2), (64, 512, 4, 4),
-            (64, 1024, 8, 2), (64, 256, 8, 4), (128, 256, 8, 2), (128, 256, 8, 4), (128, 512, 8, 4),
-        ]  # fmt: skip
-        in_groups = [
-            (16, 64, 4, 1, 4), (16, 128, 4, 1, 4), (16, 256, 4, 1, 4), (16, 64, 8, 1, 8), (16, 128, 8, 1, 8),
-            (16, 256, 8, 1, 8), (32, 64, 4, 1, 4), (32, 128, 4, 1, 4), (32, 64, 8, 1, 8), (32, 128, 8, 1, 8),
-        ]  # fmt: skip
-        groups_in_parts = [
-            (32, 64, 4, 2, 4), (32, 128, 4, 2, 4), (32, 64, 8, 2, 8), (32, 128, 8, 2, 8), (32, 64, 4, 4, 4),
-            (32, 128, 4, 4, 4), (32, 64, 8, 4, 8), (16, 64, 4, 2, 4), (16, 128, 4, 2, 4),
-        ]  # fmt: skip
-        candidates = [*shapes, *in_groups, *([] if whole else in_parts + groups_in_parts)]
-        return [shape for shape in candidates if worth_a_trial(launch.Tile(*shape), columns, size, m)]
-
-    def cost(width: int) -> float:
-        count = -(-columns // width)
-        return count * width * (1 + 0.1 * count) + (1e9 if count * width > 1.8 * columns else 0)
-
-    found = []
-    usual = 64 // m if m > 1 else 64  # weights a thread; more rows of activations need registers, too
-    for order, width in enumerate(sorted((64, 128, 256, 512, 1024, 2048, 4096, 8192), key=cost)[:4]):
-        for rows in (2, 4, 8, 16):
-            for warps in (1, 2, 4, 8):
-                weights = rows * width // (32 * warps)
-                if 16 <= weights <= (128 if m == 1 else 64) and (rows == 2 or size >= 132 * rows):
-                    found.append((order / 2 + abs(math.log2(weights / usual)) + (warps == 1), (rows, width, warps)))
-    return [shape for _, shape in sorted(found)[:14]]
-
-
-def worth_a_trial(tile: launch.Tile, columns: int, size: int, m: int) -> bool:
-    """Whether little of its work is padding, the activations find registers, and there are programs for half a GPU."""
-    fits = m * tile.columns * tile.groups <= 4096 * tile.warps
-    few_padded = -(-columns // tile.columns) * tile.columns <= 1.4 * columns
-    return few_padded and fits and (tile.rows == 16 or size * tile.parts >= 60 * tile.rows)
-
-
-def splits(head_dim: int, rows: int) -> Iterator[Shape]:
-    """Shapes worth a trial for attention: (splits, tokens a tile, warps), 32 to 64 numbers of K a thread."""
-    for number in (8, 16, 32, 4) if rows < launch.LONG_ROWS else (2, 4, 1, 8):
-        for tokens in (32, 64, 128):
-            for warps in (2, 4, 8):
-                if 32 <= tokens * head_dim // (32 * warps) <= 64:
-                    yield number, tokens, warps
-
-
-def trials(config: ModelConfig, rows: int) -> dict[str, list[Trial]]:
-    """What is tried for a step of so many rows, in the order in which it is tried."""
-    m = launch.row_bucket(rows)
-    found = {
-        name: [(name, (columns, size, m), shape) for shape in tiles(columns, size, m, name in ("gate_up", "logits"))]
-        for name, (columns, size) in matrices(config).items()
-    }
-    if rows == 1 or rows >= launch.LONG_ROWS:
-        key = (config.num_attention_heads, config.num_key_value_heads, config.head_dim, m)
-        attention = [("attention", key, shape) for shape in splits(config.head_dim, rows)]
-        found = {**found, "attention": attention, "logits": found.pop("logits")}
-    return found
+def steady(run: Callable[[int], float], stop_at: float, steps: int, repeats: int) -> float:
+    """Median time of a step; of a few steps, once, if that is above stop_at. run(n): the mean time of n steps."""
+    run(4)  # warms up, and pays for the first launch of a graph, which is as long as many short steps
+    rough = run(8)
+    return rough if rough > stop_at else statistics.median(run(steps) for _ in range(repeats))
 
 
 def table_of(name: str) -> dict[Shape, Shape]:
@@ -270,7 +188,7 @@ def improve(bench: DecodeBench, name: str, found: list[Trial], deadline: float) 
     for shape in dict.fromkeys((before, best)):  # each once
         if name != "attention" and time.perf_counter() < deadline:
             put(shape)
-            tile = launch.tile(*key)  # by rule, if it is None
+            tile = bench.tile(key)
             judge(tuple(tile._replace(late=1 - tile.late)))
     if best != before:  # once more, one after the other: a GPU does not run at one speed all the time
         put(before)
@@ -298,6 +216,7 @@ def tune(model: str, rows: int, compiled: dict[str, list["Future[None]"]], deadl
 
 
 def write_table(path: Path) -> None:
+    """All at once, so that the package can always be imported."""
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     text = f'"""{table.__doc__}"""\n\nMEASURED_ON = "{where}"\n\n'
     text += "TILES: dict[tuple[int, ...], tuple[int, ...]] = {\n"
@@ -307,10 +226,12 @@ def write_table(path: Path) -> None:
     text += "}\n\nATTENTION: dict[tuple[int, ...], tuple[int, ...]] = {\n"
     text += "    # (query heads, kv heads, head_dim, rows): (splits, tokens a tile, warps)\n"
     text += "".join(f"    {key}: {value},\n" for key, value in sorted(table.ATTENTION.items())) + "}\n"
-    path.write_text(text)
+    staged = path.with_name(path.name + ".new")
+    staged.write_text(text)
+    staged.replace(path)
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Tune the launch shapes of minillm's fused kernels on this GPU.")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, choices=range(1, 33), default=[1, 2, 4, 8, 32], metavar="N")
@@ -323,18 +244,32 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(table.__file__), help="the file to write")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written")
     args = parser.parse_args()
+    if not args.seconds > 0:
+        parser.error(f"--seconds must be above 0, not {args.seconds:g}")
+    if args.output.is_dir() or not args.output.parent.is_dir():
+        parser.error(f"--output must be a file in a folder that exists, not {args.output}")
+    return args
+
+
+def main() -> None:
+    args = parse()
     started = time.perf_counter()
     launch.PLAIN_ROWS = args.plain_rows
     runs = [(model, rows) for model in args.model for rows in args.rows]
+    wanted = [
+        {name: found for name, found in trials(model_config(model), rows).items() if name in args.only or not args.only}
+        for model, rows in runs
+    ]
+    if not any(wanted):
+        raise SystemExit(f"nothing to tune: attention has shapes for 1 row and for {launch.LONG_ROWS} and more")
     # forked before this process touches the GPU, because a fork after that could not use it
     pool = ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork"))
     compiled = [
         {
             name: [pool.submit(compile_trial, model_config(model), rows, args.plain_rows, trial) for trial in found]
-            for name, found in trials(model_config(model), rows).items()
-            if name in args.only or not args.only
+            for name, found in kernels.items()
         }
-        for model, rows in runs
+        for (model, rows), kernels in zip(runs, wanted, strict=True)
     ]
     if not torch.cuda.is_available():
         pool.shutdown(cancel_futures=True)

@@ -25,7 +25,7 @@ LEFT_OUT = {
     "python -m minillm.bench prefill": "as decode: test_bench_prefill.py",
     "python -m minillm.bench traffic": "as decode: test_bench_traffic.py",
     "python -m examples.story.page": "needs the figures of a GPU: test_story.py makes some up",
-    "python examples/tune_kernels.py": "needs a GPU, for minutes",
+    "python -m examples.tune_kernels": "needs a GPU, for minutes",
     "python examples/web_app.py": "serves for ever: test_examples_web_app.py asks it",
     "python examples/openai_server.py": "serves for ever: test_examples_openai_server.py asks it",
 }

@@ -301,6 +301,29 @@ def test_results_are_named_with_their_date(name: str) -> None:
             assert json.loads((RESULTS / file).read_text())["date"][:10] in paragraph, file
 
 
+def steps_of(shape: str, **setting: object) -> dict[str, dict[str, Any]]:
+    """The rows of a decode result with this setting, by mode."""
+    rows = json.loads((RESULTS / f"h200-decode-{shape}.json").read_text())["rows"]
+    return {row["mode"]: row for row in rows if setting.items() <= row.items()}
+
+
+def test_the_readme_shows_the_committed_steps() -> None:
+    for name, shape in (("Llama-3.2-1B", "1b"), ("Llama-3.1-8B", "8b"), ("SmolLM2-135M", "135m")):
+        steps = steps_of(shape, batch=1, cache=1024)
+        figures = [steps[mode]["step_ms_p50"] for mode in OURS] + [steps["eager"]["floor_ms"]]
+        assert f"| {name} | {' | '.join(f'{ms:#.3g}' for ms in figures)} |\n" in TEXTS["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [("1b", "{} for 8 rows and {} for 32, which is {} and {} %"), ("8b", "{} and {}, {} and {} %")]
+)
+def test_the_readme_shows_the_committed_steps_of_more_rows(shape: str, words: str) -> None:
+    eight, many = (steps_of(shape, batch=batch, cache=1024)["fused graph"] for batch in (8, 32))
+    times = [f"{row['step_ms_p50']:#.3g} ms" for row in (eight, many)]
+    shares = [f"{100 * row['share_of_ceiling']:.0f}" for row in (eight, many)]
+    assert words.format(*times, *shares) in " ".join(TEXTS["README.md"].split())
+
+
 def test_the_picture_of_the_speed_shows_the_committed_results() -> None:
     shown = in_words([read_panel(path) for path in decode_results()])
     assert shown.encode("latin-1") in (EXAMPLES / "figures" / "decode-speed.png").read_bytes(), (

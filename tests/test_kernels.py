@@ -10,8 +10,9 @@ from interpreter import run_interpreted
 
 from minillm.cache import KVCache
 from minillm.config import ModelConfig
-from minillm.kernels import launch, table
+from minillm.kernels import fused_finish, launch, table
 from minillm.kernels.fused import FusedOps
+from minillm.kernels.fused_finish import FusedFinish
 from minillm.kernels.scratch import MIN_ROWS
 from minillm.model import Llama
 from minillm.sampling import Mode
@@ -55,6 +56,20 @@ def test_the_table_holds_only_what_kernels_can_take() -> None:
     for splits, tokens, warps in table.ATTENTION.values():
         assert all(number == launch.power_of_two(number) for number in (splits, tokens, warps))
         assert splits <= 32
+
+
+def test_a_launch_takes_what_the_table_says() -> None:
+    for (columns, rows, m), shape in table.TILES.items():
+        assert launch.tile(columns, rows, m) == launch.Tile(*shape)
+
+
+def test_the_limits_of_the_gpu_decide_what_kernels_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton, which comes with PyTorch's CUDA wheels, is not installed")
+    monkeypatch.setattr(fused_finish, "Scratch", lambda *_: None)
+    for capability, hopper, widest in (((8, 6), False, 2**20), ((9, 0), True, 2**20), ((10, 0), True, 512)):
+        monkeypatch.setattr(fused_finish, "limits", lambda _, capability=capability: (capability, 99 << 10))
+        ops = FusedFinish(cases.config(), 1, 1, torch.device("cuda"))
+        assert (ops.pdl, ops.tma, ops.memory, ops.widest) == (hopper, hopper, 99 << 10, widest)
 
 
 def test_long_splits_are_a_power_of_two_that_the_programs_can_fill() -> None:

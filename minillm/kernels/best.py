@@ -24,7 +24,8 @@ def best_logits_kernel(
     """Of each BN rows of w [N, K], the largest of w norm(x) for x [n, K], and the first row where it stands.
 
     Grid (blocks of BN rows). best float32 and index int32 [n, blocks of the grid]. A NaN counts as infinite, as in
-    `finish.store_best`. For w, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`. On tensor cores alone.
+    `finish.store_best`. For w, gain, squares, blocks, BLOCKS, AHEAD and LATE see `gemm.dot_rows_wide`. For tensor
+    cores alone.
     """
     allow_next(PDL and not LATE)
     block = tl.program_id(0)

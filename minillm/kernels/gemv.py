@@ -135,8 +135,8 @@ def linear_kernel(
     """out = w norm(x) + bias + residual: x [n, K], w [N, K], residual and out [n, N].
 
     Grid (blocks of BN rows, PARTS), the latter 1 for up to 4 rows of activations. Any of gain, squares, bias, residual
-    and next_gain may be None; for w with TMA, gain, squares, blocks, BLOCKS and AHEAD see `gemm.dot_rows_wide`, for
-    next_gain, scaled and next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
+    and next_gain may be None; for w with TMA, gain, squares, blocks, BLOCKS, AHEAD and LATE see `gemm.dot_rows_wide`,
+    for next_gain, scaled and next_squares `gemm.write_stream`, for parts and counters `gemm.add_parts`.
     """
     allow_next(PDL and not LATE)
     block = tl.program_id(0)
