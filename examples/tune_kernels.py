@@ -108,11 +108,6 @@ class DecodeBench:
 
         return steady(run, stop_at, steps, repeats)
 
-    def tile(self, key: Shape) -> launch.Tile:
-        """What a launch takes for a matrix now: by the table, or by rule where it has nothing that fits this GPU."""
-        capability, memory = limits(self.device)
-        return launch.tile(*key, memory=memory, widest=launch.widest(capability))
-
 
 def steady(run: Callable[[int], float], stop_at: float, steps: int, repeats: int) -> float:
     """Median time of a step; of a few steps, once, if that is above stop_at. run(n): the mean time of n steps."""
@@ -123,6 +118,12 @@ def steady(run: Callable[[int], float], stop_at: float, steps: int, repeats: int
 
 def table_of(name: str) -> dict[Shape, Shape]:
     return table.ATTENTION if name == "attention" else table.TILES
+
+
+def taken(key: Shape) -> launch.Tile:
+    """What a launch takes for a matrix now: by the table, or by rule where it has nothing that fits this GPU."""
+    capability, memory = limits(torch.device("cuda"))
+    return launch.tile(*key, memory=memory, widest=launch.widest(capability))
 
 
 class CompileOnly(FusedOps):
@@ -153,7 +154,7 @@ def compile_trial(config: ModelConfig, rows: int, plain_rows: int, trial: Trial)
     meta, dtype = torch.device("meta"), torch.bfloat16
     ops = CompileOnly(one_layer, rows, SLOTS, meta)
     ops.fit(*limits(torch.device("cuda")))
-    if name != "attention" and launch.tile(*key, memory=ops.memory, widest=ops.widest) != launch.Tile(*shape):
+    if name != "attention" and taken(key) != launch.Tile(*shape):
         raise ValueError(f"{shape} does not fit")
     ops.trial = trial
     model = Llama(one_layer, allocate(one_layer, meta, dtype), SLOTS, ops)
@@ -188,7 +189,7 @@ def improve(bench: DecodeBench, name: str, found: list[Trial], deadline: float) 
     for shape in dict.fromkeys((before, best)):  # each once
         if name != "attention" and time.perf_counter() < deadline:
             put(shape)
-            tile = bench.tile(key)
+            tile = taken(key)
             judge(tuple(tile._replace(late=1 - tile.late)))
     if best != before:  # once more, one after the other: a GPU does not run at one speed all the time
         put(before)
@@ -202,13 +203,11 @@ def improve(bench: DecodeBench, name: str, found: list[Trial], deadline: float) 
     print(f"  {name:9} {key}: {change}, step {first:.4f} -> {fastest:.4f} ms, {tried} tried", flush=True)
 
 
-def tune(model: str, rows: int, compiled: dict[str, list["Future[None]"]], deadline: float) -> None:
-    config = model_config(model)
-    bench = DecodeBench(config, rows)
+def tune(model: str, rows: int, compiled: dict[str, list[tuple[Trial, "Future[None]"]]], deadline: float) -> None:
+    bench = DecodeBench(model_config(model), rows)
     start, begun = bench.milliseconds(), time.perf_counter()
-    found = trials(config, rows)
-    for name, futures in compiled.items():
-        good = [trial for trial, future in zip(found[name], futures, strict=True) if future.exception() is None]
+    for name, found in compiled.items():
+        good = [trial for trial, future in found if future.exception() is None]
         if good and time.perf_counter() < deadline:
             improve(bench, name, good, deadline)
     spent = time.perf_counter() - begun
@@ -266,7 +265,10 @@ def main() -> None:
     pool = ProcessPoolExecutor(min(16, os.cpu_count() or 1), multiprocessing.get_context("fork"))
     compiled = [
         {
-            name: [pool.submit(compile_trial, model_config(model), rows, args.plain_rows, trial) for trial in found]
+            name: [
+                (trial, pool.submit(compile_trial, model_config(model), rows, args.plain_rows, trial))
+                for trial in found
+            ]
             for name, found in kernels.items()
         }
         for (model, rows), kernels in zip(runs, wanted, strict=True)
@@ -274,9 +276,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         pool.shutdown(cancel_futures=True)
         raise SystemExit("tuning needs a CUDA device")
-    for (model, rows), futures in zip(runs, compiled, strict=True):
+    for (model, rows), kernels in zip(runs, compiled, strict=True):
         if time.perf_counter() - started < args.seconds:
-            tune(model, rows, futures, started + args.seconds)
+            tune(model, rows, kernels, started + args.seconds)
             torch.cuda.empty_cache()
             if not args.dry_run:
                 write_table(args.output)  # after each, so that an interrupted run is not lost

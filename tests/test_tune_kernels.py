@@ -20,6 +20,7 @@ Times = dict[tuple[int, ...] | None, float | list[float]]
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "TILES", {KEY: SLOW})
     monkeypatch.setattr(launch, "PLAIN_ROWS", launch.PLAIN_ROWS)
+    monkeypatch.setattr(tune_kernels, "limits", lambda device: ((9, 0), 2**20))
 
 
 class MadeUp:
@@ -28,20 +29,17 @@ class MadeUp:
     None is the rule's. Of a list, each measurement takes the next.
     """
 
-    def __init__(self, times: Times, memory: int) -> None:
-        self.times, self.memory = times, memory
+    def __init__(self, times: Times) -> None:
+        self.times = times
 
     def milliseconds(self, stop_at: float = math.inf) -> float:
         found = self.times.get(table.TILES.get(KEY), 2.0)
         return found.pop(0) if isinstance(found, list) else found
 
-    def tile(self, key: tuple[int, ...]) -> launch.Tile:
-        return launch.tile(*key, memory=self.memory)
 
-
-def improve(times: Times, memory: int = 2**20) -> tuple[int, ...]:
+def improve(times: Times) -> tuple[int, ...]:
     found = [("o", KEY, shape) for shape in (SLOW, FAST, WRONG)]
-    tune_kernels.improve(MadeUp(times, memory), "o", found, deadline=math.inf)  # type: ignore[arg-type]
+    tune_kernels.improve(MadeUp(times), "o", found, deadline=math.inf)  # type: ignore[arg-type]
     return table.TILES[KEY]
 
 
@@ -69,12 +67,13 @@ def test_a_late_shape_is_tried_early() -> None:
     assert improve({(*SLOW, 1, 1, 1): 1.0, (*SLOW, 1, 1, 0): 0.8}) == (*SLOW, 1, 1, 0)
 
 
-def test_late_is_what_a_launch_really_takes() -> None:
+def test_late_is_what_a_launch_really_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a fault: of a shape that does not fit the GPU, the late twin was timed while the rule's was launched."""
+    monkeypatch.setattr(tune_kernels, "limits", lambda device: ((9, 0), 99 << 10))
     table.TILES[KEY] = large = (64, 1024, 8, 2)
     rule = launch.tile(*KEY, memory=99 << 10)
     assert rule != launch.Tile(*large)
-    assert improve({large: 1.0, tuple(rule._replace(late=1)): 0.8}, memory=99 << 10) == tuple(rule._replace(late=1))
+    assert improve({large: 1.0, tuple(rule._replace(late=1)): 0.8}) == tuple(rule._replace(late=1))
 
 
 def test_a_change_that_saves_next_to_nothing_is_not_made() -> None:
